@@ -33,8 +33,8 @@ _PIECE_VALUES = 2**19
 
 Items = npt.NDArray[np.void]
 WeightChange = Callable[[], object]
-# Of a tensor, with as many values of a flat vector.
-_Change = Callable[[torch.Tensor, torch.Tensor], None]
+# Of tensors, each with as many values of a flat vector; as few kernels as torch's optimizers.
+_Change = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 _Section = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -334,37 +334,43 @@ def apply_changes(changes: deque[WeightChange]) -> None:
 def _in_pieces(change: _Change, sections: Iterable[_Section]) -> list[WeightChange]:
     """A change for each tensor and its values. Of a large tensor in host memory, one for each small part.
 
-    On a device each call costs, so there is one for the whole tensor.
+    On a device each call costs, so there is one for all tensors whose values are there too.
     """
     changes: list[WeightChange] = []
+    on_device: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for tensor, values, _ in sections:
-        if tensor.numel() > _PIECE_VALUES and tensor.device.type == "cpu" and tensor.is_contiguous():
+        if tensor.device.type != "cpu" and tensor.device == values.device:
+            on_device[0].append(tensor)
+            on_device[1].append(values)
+        elif tensor.numel() > _PIECE_VALUES and tensor.device.type == "cpu" and tensor.is_contiguous():
             starts = range(0, tensor.numel(), _PIECE_VALUES)
             changes += [functools.partial(_change_piece, change, tensor, values, start) for start in starts]
         else:
-            changes.append(functools.partial(change, tensor, values))
+            changes.append(functools.partial(change, [tensor], [values]))
+    if on_device[0]:
+        changes.append(functools.partial(change, *on_device))
     return changes
 
 
 def _change_piece(change: _Change, tensor: torch.Tensor, values: torch.Tensor, start: int) -> None:
     """Make a change to the values from `start` on, of contiguous tensors. Views cost too much to make them before."""
     piece = slice(start, start + _PIECE_VALUES)
-    change(tensor.detach().view(-1)[piece], values.view(-1)[piece])
+    change([tensor.detach().view(-1)[piece]], [values.view(-1)[piece]])
 
 
 @torch.no_grad()
-def _read(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    values.copy_(tensor)
+def _read(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(values, tensors)
 
 
 @torch.no_grad()
-def _add(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.add_(values.to(tensor.device))
+def _add(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    torch._foreach_add_(tensors, [v.to(tensor.device) for tensor, v in zip(tensors, values, strict=True)])
 
 
 @torch.no_grad()
-def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.copy_(values)
+def _write(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(tensors, values)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

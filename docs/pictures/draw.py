@@ -375,6 +375,64 @@ def ways() -> str:
     return d.svg()
 
 
+def copies() -> str:
+    """Where the bytes of a round lie, and who copies them: one lane for each thread, one box for each place."""
+    lanes = [
+        ("training thread", BLUE),
+        ("worker threads", GREEN),
+        ("network thread", VIOLET),
+        ("TLS and kernel", ORANGE),
+    ]
+    # For each row a lane, the place, what is done there, and whether that is a copy.
+    out = [
+        (0, "snapshot", "weights, fp32; in slices of steps", True),
+        (1, "chunk", "anchor − weights as int8, in C", True),
+        (1, "its place in the snapshot", "so a chunk needs no memory", True),
+        (2, "queue of the link", "the outer step will write there", True),
+        (2, "frame", "prefix, header, bytes", True),
+        (3, "records of 16 KiB", "encrypted, and into the socket", True),
+    ]
+    reduce = [
+        (3, "records of 16 KiB", "from the socket, and decrypted", True),
+        (2, "buffer of the reader", "until the frame is whole", True),
+        (2, "received chunk", "size and scales are checked", True),
+        (1, "sum, fp32", "measured; decoded and weighted, in C", False),
+        (1, "chunk of the mean", "encoded, in C", True),
+        (2, "buffer of the mean", "grows while others send; hashed at its end", True),
+        (3, "records of 16 KiB", "as above, to each member", True),
+    ]
+    land = [
+        (2, "buffer of the mean", "by way of the reader, as above", True),
+        (1, "hash and check", "read twice", False),
+        (1, "anchor and moments", "outer step, in C, on copies in the cache", True),
+        (1, "its place in the snapshot", "the change of the weights, fp32", True),
+        (0, "live weights", "added, in slices of steps", True),
+    ]
+    left, gap, top, row, wide = 112, 216, 84, 46, 206
+    height = top + row * (len(out) + len(reduce) + len(land)) + 3 * 34
+    d = Drawing(left + gap * 3 + 112, height, "The bytes of a round: where they lie, and who copies them")
+    x = [left + gap * i for i in range(len(lanes))]
+    for at, (name, colour) in zip(x, lanes, strict=True):
+        d.text(at, 30, name, anchor="middle", bold=True, colour=colour)
+        d.line((at, 42), (at, height - 14), colour=LINE)
+    y, number = float(top), 0
+    for title, steps in (("our outer gradient", out), ("at a reducer", reduce), ("the mean, at a member", land)):
+        d.box(8, y - 22, 7.2 * len(title) + 12, 20, line=PAPER)
+        d.text(12, y - 7, title, bold=True, size=14)
+        before: tuple[float, float] | None = None
+        for lane, place, words, is_copy in steps:
+            colour, number = lanes[lane][1], number + is_copy
+            if before is not None:
+                d.arrow(before[0], before[1], x[lane], y + 4, colour=QUIET)
+            d.box(x[lane] - wide / 2, y + 4, wide, 34, fill=TINT[colour] if is_copy else PAPER, line=colour)
+            d.text(x[lane], y + 18, f"{number}. {place}" if is_copy else place, anchor="middle", size=11, bold=True)
+            d.text(x[lane], y + 32, words, anchor="middle", size=9, colour=QUIET)
+            before = x[lane], y + 38
+            y += row
+        y += 34
+    return d.svg()
+
+
 def pictures() -> dict[str, str]:
     """Every picture, by file name."""
     return {
@@ -385,6 +443,7 @@ def pictures() -> dict[str, str]:
         "epochs.svg": epochs(),
         "layers.svg": layers(),
         "ways.svg": ways(),
+        "copies.svg": copies(),
     }
 
 

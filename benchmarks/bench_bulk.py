@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "100M": (gpt_100m, 101_001_216),
     "350M": (gpt_350m, 354_823_168),
 }
-CHUNK_BYTES = 66 * 1024
+CHUNK_BYTES = 264 * 1024
 TLS_BYTES = 500_000_000
 
 

@@ -57,20 +57,21 @@ class Scale:
 
 
 GPT2 = Scale("cuda", "gpt2-124m", GPT2_VOCAB_SIZE, 8, 100, 50, torch.bfloat16, compiled=True)
-# Whose rounds are measured: 124M and 391M parameters.
-OF_ROUNDS = (GPT2, dataclasses.replace(GPT2, model="diloco-400m", vocab_size=32_000))
+# Models of the round benchmark: 124M and 391M parameters.
+ROUND_SCALES = (GPT2, dataclasses.replace(GPT2, model="diloco-400m", vocab_size=32_000))
+# As many as fit into a minute (guess).
 ROUNDS = 4
 
 
 def run() -> list[Row]:
     if not torch.cuda.is_available():
         raise RuntimeError("torch finds no CUDA or ROCm GPU on this machine; run it where nvidia-smi or rocm-smi does")
-    return [*measure(GPT2), *(measure_round(scale) for scale in OF_ROUNDS)]
+    return [*measure(GPT2), *(measure_round(scale) for scale in ROUND_SCALES)]
 
 
 def measure_round(scale: Scale, rounds: int = ROUNDS) -> Row:
     """Measure rounds of two peers without training beside them."""
-    setup = Setup(functools.partial(_model, scale), Pause(0.02), sync_every=200, round_steps=2000)
+    setup = Setup(functools.partial(_model, scale), Pause(0.02), sync_every=600, round_steps=2000, prepare_s=120.0)
     ours = bench_round.measure(setup, peers=2, rounds=rounds)
     wall, longest, cpu = Summary.of(ours.wall_s), Summary.of(ours.longest_s), Summary.of(ours.cpu_s)
     return Row(

@@ -191,7 +191,7 @@ def round_() -> str:
             (0, 1, "Join: promise, tokens, speed, linked peers"),
             (1, 0, "Roster: members, reducer of each part"),
             "the outer gradient, anchor − weights, in parts",
-            (0, 2, "Contribution: each part to its reducer, in chunks of 1024 blocks, int8"),
+            (0, 2, "Contribution: each part to its reducer, in chunks, int8"),
             (2, 1, "Arrived: complete and stalled senders"),
             (1, 2, "Reduce: one set of contributors for all parts"),
             (2, 1, "Reduced: hash of the encoded mean"),

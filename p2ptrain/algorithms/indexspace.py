@@ -16,7 +16,7 @@ import ctypes
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -31,9 +31,12 @@ _MIXED_ROWS = 1024
 # Values that are copied or changed at once where that goes in pieces: 2 MiB, well below a millisecond.
 _PIECE_VALUES = 2**19
 
+# Kinds of devices on which a call costs more than what it copies.
+_JOINED_ON = frozenset({"cuda"})
+
 Items = npt.NDArray[np.void]
 WeightChange = Callable[[], object]
-# Of tensors, each with as many values of a flat vector; as few kernels as torch's optimizers.
+# Of tensors, each with as many values of a flat vector.
 _Change = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 _Section = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -68,10 +71,10 @@ class PlacedPlan:
     """A plan, and where its blocks lie in the memory of one view's parameters. Made by `ParameterView.place`.
 
     Attributes:
-        index: (n,) int64 on the parameters' device. Of a block in `together`, its row of the joined tensors; of any
-            other, its number within its tensor.
+        index: (n,) int64 on the device of the first parameter. Of a block in `together`, its row of the joined
+            tensors; of any other, its number within its tensor.
         together: the rows of the plan that are in joined tensors; one call copies each slice.
-        apart: the pieces that are neither in these nor in a plain tensor.
+        apart: the short last blocks, and the full blocks of tensors that are neither joined nor plain.
     """
 
     plan: BlockPlan
@@ -160,7 +163,7 @@ class ParameterView:
         in_memory = self._device.type == "cpu"
         # Full blocks of the plain tensors, by number of the tensor.
         self._items = {n: _items(tensor) for n, tensor in enumerate(self.tensors) if in_memory and _is_plain(tensor)}
-        self._joined = _JoinedTensors.of({n: t for n, t in enumerate(self.tensors) if n not in self._items})
+        self._joined = _JoinedTensors.of(self._device, self.tensors)
 
     def place(self, plan: BlockPlan, upload: Callable[[torch.Tensor], torch.Tensor] | None = None) -> PlacedPlan:
         """Find where a plan's blocks lie.
@@ -189,7 +192,7 @@ class ParameterView:
 
     @torch.no_grad()
     def gather_on_device(self, placed: PlacedPlan) -> torch.Tensor:
-        """As `gather`, on the parameters' device; the host waits for nothing."""
+        """As `gather`, on the device of the first parameter. If all are there, the host waits for nothing."""
         gathered = torch.empty(len(placed.index), BLOCK, dtype=torch.float32, device=self._device)
         for items, out, numbers in self._plain_pieces(placed.plan, gathered):
             # With mode="raise" numpy would copy once more; the plan's numbers are in range.
@@ -211,12 +214,18 @@ class ParameterView:
 
     @torch.no_grad()
     def scatter_on_device(self, placed: PlacedPlan, values: torch.Tensor) -> None:
-        """As `scatter`, of `values` on the parameters' device; the host waits for nothing."""
+        """As `scatter`, of `values` on the device of the first parameter. If all are there, the host waits for nothing.
+
+        As any change of a parameter in place, it makes a backward pass fail whose forward pass was before it.
+        """
         values = values.contiguous()
         for items, new, numbers in self._plain_pieces(placed.plan, values):
             items[numbers] = new
         for rows in placed.together:
             self._joined.rows.index_copy_(0, placed.index[rows], values[rows].to(self._joined.rows.dtype))
+        if placed.together:
+            for tensor in self._joined.held:
+                torch.autograd.graph.increment_version(tensor)
         for piece in placed.apart:
             tensor, new_rows = self.tensors[piece.tensor], values[piece.rows]
             target = tensor.contiguous()
@@ -246,9 +255,10 @@ class ParameterView:
         apply_changes(deque(self.changes(flat, adds=True)))
 
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """What `add` or `write` does, as a change for each tensor, or for each small part of one in host memory.
+        """What `add` or `write` does: a change for each tensor, or for each small part of one in host memory; on a
+        device with `flat` on it, one for all tensors of a kind.
 
-        A change that raises has changed nothing.
+        A change of one tensor that raises has changed nothing.
         """
         return _in_pieces(_add if adds else _write, self.sections(flat))
 
@@ -275,13 +285,14 @@ class ParameterView:
 class _JoinedTensors:
     """Tensors anywhere in one device's memory as rows of one tensor, so that one call reads blocks of all of them.
 
-    A call a tensor, 148 for GPT-2, held the training thread for 4 ms a step on an H200.
+    A call a tensor, 148 for GPT-2, held the training thread for 4 ms a step on an H200. Only on CUDA: in host memory
+    most tensors do not lie whole rows apart.
 
     Attributes:
         rows: (r, 64), all memory from the first of the tensors to the end of the last one. What lies between them is
-            other tensors' memory, or nobody's: only their full blocks may be read or written.
+            other tensors' memory, or unallocated: only their full blocks may be read or written.
         first_rows: the row at which each of them begins, by its number.
-        held: the tensors, so that their memory stays theirs.
+        held: the tensors, which keeps their memory allocated.
     """
 
     rows: torch.Tensor
@@ -289,19 +300,21 @@ class _JoinedTensors:
     held: list[torch.Tensor]
 
     @classmethod
-    def of(cls, tensors: Mapping[int, torch.Tensor]) -> _JoinedTensors:
-        """Join those that have the device and dtype of the largest, and lie a whole number of rows from it."""
-        fitting = {n: t.detach() for n, t in tensors.items() if t.numel() >= BLOCK and t.is_contiguous()}
-        fitting = {n: t for n, t in fitting.items() if t.device.type in ("cpu", "cuda")}
-        if not fitting:
+    def of(cls, device: torch.device, tensors: Sequence[torch.Tensor]) -> _JoinedTensors:
+        """Join those on the device that have the dtype of the largest, and lie a whole number of rows from it."""
+        fitting = {
+            number: tensor.detach()
+            for number, tensor in enumerate(tensors)
+            if tensor.device == device and tensor.numel() >= BLOCK and tensor.is_contiguous()
+        }
+        if not fitting or device.type not in _JOINED_ON:
             return cls(torch.empty(0, BLOCK), {}, [])
         like = max(fitting.values(), key=torch.Tensor.numel)
         row_bytes = BLOCK * like.element_size()
         joined = {
             number: tensor
             for number, tensor in fitting.items()
-            if (tensor.device, tensor.dtype) == (like.device, like.dtype)
-            and (tensor.data_ptr() - like.data_ptr()) % row_bytes == 0
+            if tensor.dtype == like.dtype and (tensor.data_ptr() - like.data_ptr()) % row_bytes == 0
         }
         begin = min(tensor.data_ptr() for tensor in joined.values())
         end = max(tensor.data_ptr() + tensor.numel() // BLOCK * row_bytes for tensor in joined.values())
@@ -334,22 +347,22 @@ def apply_changes(changes: deque[WeightChange]) -> None:
 def _in_pieces(change: _Change, sections: Iterable[_Section]) -> list[WeightChange]:
     """A change for each tensor and its values. Of a large tensor in host memory, one for each small part.
 
-    On a device each call costs, so there is one for all tensors whose values are there too.
+    On a device each call costs, so there is one for all tensors of one dtype whose values are there too; torch makes it
+    of few kernels if they are contiguous.
     """
     changes: list[WeightChange] = []
-    on_device: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    kinds: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for tensor, values, _ in sections:
         if tensor.device.type != "cpu" and tensor.device == values.device:
-            on_device[0].append(tensor)
-            on_device[1].append(values)
+            kind = kinds.setdefault((tensor.device, tensor.dtype, tensor.is_contiguous()), ([], []))
+            kind[0].append(tensor)
+            kind[1].append(values)
         elif tensor.numel() > _PIECE_VALUES and tensor.device.type == "cpu" and tensor.is_contiguous():
             starts = range(0, tensor.numel(), _PIECE_VALUES)
             changes += [functools.partial(_change_piece, change, tensor, values, start) for start in starts]
         else:
             changes.append(functools.partial(change, [tensor], [values]))
-    if on_device[0]:
-        changes.append(functools.partial(change, *on_device))
-    return changes
+    return [*changes, *(functools.partial(change, *kind) for kind in kinds.values())]
 
 
 def _change_piece(change: _Change, tensor: torch.Tensor, values: torch.Tensor, start: int) -> None:

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2ptrain.algorithms import indexspace
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, mix_clipped, rms_of
 
@@ -259,15 +260,19 @@ def test_gather_and_mix_agree_with_the_flat_vector_for_any_shapes(shapes, data) 
     assert torch.equal(flatten(tensors), flat)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_tensors_that_lie_whole_rows_apart_are_read_and_written_together(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tensors_that_lie_whole_rows_apart_are_read_and_written_together(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So are all of a model on a GPU, where an allocation begins at a multiple of 512 bytes. Others go one by one."""
     apart = make_tensors(dtype)
+    theirs = make_view(apart)
+    monkeypatch.setattr(indexspace, "_JOINED_ON", {"cpu"})
     memory = torch.zeros(100 * BLOCK, dtype=dtype)
     together = [
         places[: t.numel()].view(t.shape).copy_(t) for places, t in zip(memory.split(10 * BLOCK), apart, strict=False)
     ]
-    ours, theirs = make_view(together), make_view(apart)
+    ours = make_view(together)
     plan = some_plan(ours)
     assert all(piece.is_tail for piece in ours.place(plan).apart)
     assert torch.equal(ours.gather(plan), theirs.gather(plan))
@@ -276,3 +281,29 @@ def test_tensors_that_lie_whole_rows_apart_are_read_and_written_together(dtype: 
     assert torch.equal(flatten(together), flatten(apart))
     used = sum(tensor.count_nonzero() for tensor in together)
     assert memory.count_nonzero() == used  # nothing between them was written
+
+
+def test_a_scatter_between_a_forward_and_a_backward_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where tensors are written together, past autograd: it would compute wrong gradients."""
+    monkeypatch.setattr(indexspace, "_JOINED_ON", {"cpu"})
+    weight = torch.nn.Parameter(torch.ones(2, 64, dtype=torch.bfloat16))
+    view = ParameterView(IndexSpace([("w", (2, 64))]), [weight])
+    loss = (weight * weight).sum()
+    plan = view.space.plan([1])
+    assert view.place(plan).together
+    view.scatter(plan, torch.zeros(1, 64))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_on_a_device_one_change_lands_all_tensors_of_a_kind() -> None:
+    """On the device that needs no memory, and has no values."""
+    tensors = [tensor.to("meta") for tensor in [*make_tensors(), *make_tensors(torch.bfloat16)]]
+    view = ParameterView(IndexSpace([(f"t{i}", tuple(t.shape)) for i, t in enumerate(tensors)]), tensors)
+    flat = torch.empty(view.space.num_blocks, BLOCK, device="meta")
+    for adds in (True, False):
+        changes = view.changes(flat, adds=adds)
+        assert len(changes) == 2
+        for change in changes:
+            change()
+    view.read(flat)

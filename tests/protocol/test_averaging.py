@@ -74,12 +74,13 @@ def whole_round(
     for i, part in enumerate(plan):
         senders = [c for c in CONTRIBUTORS if c.peer_id in (part.senders or WEIGHTS)]
         collection = Collection(i, part, [c.peer_id for c in senders], Grid(BLOCKS), codec, TIMEOUTS, 0.0)
+        bounds = Grid(BLOCKS).bounds(part.start, part.stop)
         for c in senders:
-            for low, high in Grid(BLOCKS).bounds(part.start, part.stop):
+            for low, high in bounds:
                 chunk = codec.encode(factor * vectors[c.peer_id][low:high])
                 collection.add(c.peer_id, low, high, chunk, 0.0, checked=True)
         gram = collection.gram(senders, BLOCKS)
-        named = {hashlib.sha256(b).hexdigest(): bytes(b) for b in averaging.reduce(part, collection.chunks, senders)}
+        named = {hashlib.sha256(b).hexdigest(): bytes(b) for b in averaging.reduce(bounds, collection.chunks, senders)}
         blobs.update(named)
         reports[i] = Reduced("0-g", 1, ATTEMPT, i, tuple(named), gram(), False)
     assert averaging.conclude(plan, CONTRIBUTORS, {}) is None

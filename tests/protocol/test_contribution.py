@@ -20,7 +20,9 @@ def values(seed: int, blocks: int = BLOCKS) -> np.ndarray:
 
 
 def contribution_of(weights: np.ndarray, **buffers: np.ndarray) -> OwnContribution:
-    return OwnContribution(Snapshot(Epoch(), torch.from_numpy(weights.copy()), 0, 0, 0, False, 0.0), **buffers)
+    return OwnContribution(
+        Snapshot(Epoch(), torch.from_numpy(weights.copy()), 0, 0, 0, False, 0.0), len(BOUNDS), **buffers
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if not codec(name).error_decay])

@@ -276,17 +276,18 @@ def timeouts(peer_timeout_s: float = 30.0, round_timeout_s: float = 1800.0) -> T
 
 def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
     measured = timeouts()
-    assert measured.stall_s("a", 0.0) == STALL_S
-    assert measured.stall_s("a", 1.5) == 6.0  # four round trips
+    assert measured.stall_s("a", 0.0, 0.5) == STALL_S
+    assert measured.stall_s("a", 1.5, 0.5) == 6.0  # four round trips
+    assert measured.stall_s("a", 0.0, 4.0) == 8.0  # twice a chunk on the slowest line
     measured.note_wait("a", 3.0)
     measured.note_wait("a", 1.0)
-    assert measured.stall_s("a", 0.0) == 3.0 * MARGIN
-    assert measured.stall_s("b", 0.0) == STALL_S
+    assert measured.stall_s("a", 0.0, 0.5) == 3.0 * MARGIN
+    assert measured.stall_s("b", 0.0, 0.5) == STALL_S
     measured.note_wait("a", 100.0)
-    assert measured.stall_s("a", 0.0) == 30.0
+    assert measured.stall_s("a", 0.0, 0.5) == 30.0
     for _ in range(20):
         measured.note_round(1.0)
-    assert measured.stall_s("a", 0.0) == STALL_S
+    assert measured.stall_s("a", 0.0, 0.5) == STALL_S
 
 
 def test_a_reducer_does_not_give_up_its_own_outer_gradient() -> None:

@@ -19,7 +19,7 @@ from p2ptrain.settings.config import RunConfig
 
 # Some whole chunks and a shorter one, not from the beginning of the vector.
 PART = RosterPart(CHUNK_BLOCKS, 11 * CHUNK_BLOCKS + 5, "a", ())
-BOUNDS = Grid(PART.stop).bounds(PART.start, PART.stop)
+BOUNDS = Grid(11 * CHUNK_BLOCKS + 5).bounds(PART.start, PART.stop)
 CONTRIBUTORS = [Contributor(name, f"{name}.1", weight, b"") for name, weight in (("a", 2.0), ("b", 1.0), ("c", 0.5))]
 
 
@@ -43,7 +43,7 @@ def test_it_has_the_bytes_of_the_mean_that_is_made_at_once(mean: str, codec: str
     expected, data = ExpectedMean(BOUNDS, CONTRIBUTORS, averaging.merge), b""
     while not expected.is_complete:
         data += b"".join(map(expected.average, expected.take(chunks, 1)))
-    (blob,) = averaging.reduce(PART, chunks, CONTRIBUTORS)
+    (blob,) = averaging.reduce(BOUNDS, chunks, CONTRIBUTORS)
     assert data == blob
 
 

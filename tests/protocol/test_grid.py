@@ -6,21 +6,26 @@ import dataclasses
 
 import pytest
 
+from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import grid
-from p2ptrain.protocol.rounds.grid import LARGE_BLOCKS, Grid
+from p2ptrain.protocol.rounds.grid import LARGE_BLOCKS, MOST_CHUNK_BYTES, Grid
 from tests.protocol.swarm import RUN, run_virtual, swarm
 
 
-def test_large_models_have_larger_chunks() -> None:
-    assert (Grid(LARGE_BLOCKS - 1).chunk_blocks, Grid(LARGE_BLOCKS).chunk_blocks) == (1024, 4096)
-    assert (Grid(LARGE_BLOCKS - 1).piece_bytes, Grid(LARGE_BLOCKS).piece_bytes) == (2**17, 2**19)
+@pytest.mark.parametrize(
+    ("name", "chunk_blocks"), [("int8", 4096), ("int4", 4096), ("topk", 4096), ("fp16", 2048), ("none", 1024)]
+)
+def test_large_models_have_larger_chunks_but_no_larger_bytes(name: str, chunk_blocks: int) -> None:
+    assert Grid.of(LARGE_BLOCKS - 1, codec(name)).chunk_blocks == 1024
+    assert Grid.of(LARGE_BLOCKS, codec(name)).chunk_blocks == chunk_blocks
+    assert codec(name).size_bytes(chunk_blocks) <= MOST_CHUNK_BYTES
 
 
 @pytest.mark.parametrize("num_blocks", [1, 1024, 3 * 1024 + 5, LARGE_BLOCKS, LARGE_BLOCKS + 4097])
 @pytest.mark.parametrize("reducers", [1, 3, 64])
 def test_parts_are_runs_of_whole_chunks_that_cover_all_blocks(num_blocks: int, reducers: int) -> None:
-    chunks = Grid(num_blocks)
+    chunks = Grid.of(num_blocks, codec("int8"))
     parts = chunks.split(reducers)
     chunks.check_parts(parts)
     assert len(parts) == min(reducers, chunks.num_chunks)
@@ -33,7 +38,7 @@ def test_parts_are_runs_of_whole_chunks_that_cover_all_blocks(num_blocks: int, r
 
 
 def test_a_large_model_has_no_small_chunks() -> None:
-    large = Grid(LARGE_BLOCKS)
+    large = Grid.of(LARGE_BLOCKS, codec("int8"))
     with pytest.raises(WireError, match="is no chunk"):
         large.check_chunk(0, 1024)
     with pytest.raises(WireError, match="does not continue"):
@@ -41,8 +46,10 @@ def test_a_large_model_has_no_small_chunks() -> None:
 
 
 @pytest.mark.parametrize("averaging", ["parts", "gather"])
-def test_peers_make_rounds_of_large_chunks(averaging: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Audits included, which fetch the chunks of a part."""
+def test_peers_make_rounds_of_large_chunks(
+    averaging: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `parts`, audits included, which fetch the chunks of a part."""
     monkeypatch.setattr(grid, "LARGE_BLOCKS", 4096)
     run = dataclasses.replace(RUN, averaging=averaging, audit_rate=1.0)
 
@@ -56,5 +63,6 @@ def test_peers_make_rounds_of_large_chunks(averaging: str, monkeypatch: pytest.M
             for number in shared:
                 assert len({of[number]["anchor_hash"] for of in rounds}) == 1
             assert rounds[0][shared[-1]]["group_size"] == len(peers)
+        assert ("it fits" in caplog.text) == (averaging == "parts")
 
     run_virtual(main)

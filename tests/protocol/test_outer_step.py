@@ -58,7 +58,7 @@ def stepped(
     state = AnchorState(BLOCKS, OUTER_OPTIMIZERS[optimizer].num_moments, STEPPED)
     for seed, vector in enumerate(state.vectors):
         vector[:] = abs(values(seed))
-    own = OwnContribution(Snapshot(Epoch(), torch.from_numpy(values(10)), 0, 0, 0, False, 0.0))
+    own = OwnContribution(Snapshot(Epoch(), torch.from_numpy(values(10)), 0, 0, 0, False, 0.0), len(BOUNDS))
     for chunk in BOUNDS:
         own.encode(state.anchor, CODEC, chunk)
     mean = b"".join(bytes(own.chunks[start]) for start, _ in BOUNDS)

@@ -17,6 +17,7 @@ from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.part_store import (
     PARTS_AT_ONCE,
+    PIECE_BYTES,
     PIECE_TIMEOUT_S,
     WANTED_RECORDS,
     MeanPush,
@@ -29,8 +30,6 @@ from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, 
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import run_virtual
 
-# Of a small model.
-PIECE_BYTES = 128 * 1024
 RUN = RunConfig(audit_rate=0.0)
 BLOCKS = 1024
 MODEL_BYTES = mean_codec(RUN, 1).size_bytes(BLOCKS)

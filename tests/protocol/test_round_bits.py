@@ -49,7 +49,7 @@ async def play(workers: Workers, run: RunConfig) -> tuple[object, ...]:
         weights = torch.from_numpy(state.anchor + 0.1 * values(seed))
         error, next_error = (np.zeros_like(state.anchor) if codec.error_decay else None for _ in range(2))
         own = gradients[name] = OwnContribution(
-            Snapshot(Epoch(), weights, 0, 0, 0, False, 0.0), error=error, next_error=next_error
+            Snapshot(Epoch(), weights, 0, 0, 0, False, 0.0), len(BOUNDS), error=error, next_error=next_error
         )
         await in_parallel(workers, functools.partial(own.encode, state.anchor, codec), BOUNDS)
         own.seal(await in_parallel(workers, own.leaf, BOUNDS))

@@ -29,7 +29,7 @@ class PartnerWeights:
         self.heard_s = now
         self.complete = trio.Event()
         self._codec = codec
-        self._bounds = Grid(num_blocks).bounds(0, num_blocks)
+        self._bounds = Grid.of(num_blocks, codec).bounds(0, num_blocks)
         self._sampled = sample_blocks(num_blocks)
         self._chunks: list[bytes] = []
 

@@ -101,7 +101,7 @@ class Swaps:
 
     async def _send(self, link: Link, number: int, snapshot: Snapshot, anchor: Array) -> None:
         codec, own = self._context.codec, snapshot.weights.numpy()
-        for start, stop in Grid(len(own)).bounds(0, len(own)):
+        for start, stop in Grid.of(len(own), codec).bounds(0, len(own)):
             payload = await self._context.compute(codec.encode, own[start:stop])
             await link.send_bulk(PairWeights(number, start), payload, Traffic.ROUND)
         sample = codec.encode(anchor[sample_blocks(len(own))])

@@ -34,7 +34,7 @@ from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256, fetch_pipelined
-from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request, RosterPart
+from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -242,9 +242,9 @@ class Audits:
             if missing:
                 is_there = self._audited is audited and self._links.get(part.holder) is not None
                 return Verdict.WITHHELD if missing == {part.holder} and is_there else Verdict.UNKNOWN
-            planned = RosterPart(part.start, part.stop, part.holder, ())
+            bounds = self._grid.bounds(part.start, part.stop)
             try:
-                blobs = await self._compute(self._averaging.reduce, planned, chunks, record.contributors)
+                blobs = await self._compute(self._averaging.reduce, bounds, chunks, record.contributors)
             except WireError:
                 return Verdict.DIFFERS  # no honest reducer can have averaged these bytes
             sha256 = await self._compute(blob_sha256, blobs[0], record.contributors, (part.start, part.stop))

@@ -2,7 +2,7 @@
 
 A bytearray is moved as it grows, and each move touches new pages: for the means of a round that took a third of the
 network thread's CPU (measured at 25M parameters). One of full size is filled with zeros, during which no other thread
-can use the interpreter.
+can use the interpreter; numpy's memory is not filled.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Chunks
 from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.rounds.timeouts import SLOWEST_BYTES_S, Timeouts
 from p2ptrain.protocol.wire.messages import Contribution, Contributor, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -59,6 +59,8 @@ class Collection:
         self._codec = codec
         self._timeouts = timeouts
         self._bounds = dict(grid.bounds(part.start, part.stop))
+        # A chunk on the slowest line, which carries one to each reducer.
+        self._slowest_s = len(senders) * codec.size_bytes(grid.chunk_blocks) / SLOWEST_BYTES_S
         # Of senders whose chunks are awaited.
         self._progress_at = dict.fromkeys(senders, now)
 
@@ -113,7 +115,8 @@ class Collection:
         stalled = [
             sender
             for sender, at in self._progress_at.items()
-            if sender != self.part.reducer and now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0))
+            if sender != self.part.reducer
+            and now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0), self._slowest_s)
         ]
         for sender in stalled:
             self._timeouts.note_wait(sender, now - self._progress_at[sender])

@@ -93,13 +93,14 @@ class RoundContext:
         self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.trainers)
         self.averaging = averaging_of(run)
         self.mean_guard = MeanGuard()
-        self.codec, self.grid = gradient_codec(run), Grid(self.state.num_blocks)
+        self.codec = gradient_codec(run)
+        self.grid = Grid.of(self.state.num_blocks, self.codec)
         self.audited = is_audited(run, self.averaging)
         codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
         self.parts = PartStore(
             links, self.compute, self.averaging,
-            mean_bytes=codecs[1].size_bytes, piece_bytes=self.grid.piece_bytes, spare_bytes=SPARE_MODELS * model_bytes,
+            mean_bytes=codecs[1].size_bytes, spare_bytes=SPARE_MODELS * model_bytes,
         )  # fmt: skip
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
         self.audits = Audits(self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.grid)

@@ -11,11 +11,10 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from p2ptrain.algorithms.codec import Codec, Encoded, difference, is_within
 from p2ptrain.algorithms.merkle import Tree, leaf_hash
 from p2ptrain.protocol.exchange.types import Snapshot
-from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.os_memory import release_pages
 
-# Chunks that a worker thread encodes at a time: 1 MiB of int8.
-CHUNKS_PER_VISIT = 16
+# Blocks that a worker thread encodes at a time: 1 MiB of int8.
+BLOCKS_PER_VISIT = 16 * 1024
 
 
 @dataclass(slots=True)
@@ -31,6 +30,7 @@ class OwnContribution:
     chunk once it is in `chunks`, and until it lands.
 
     Attributes:
+        num_chunks: of the whole vector.
         chunks: the encoded chunks by first block; those that have landed are empty.
         error: values that earlier rounds did not send, (num_blocks, 64); only read. None if the weights keep them.
         tree: commits to all chunks, once `seal` made it.
@@ -39,6 +39,7 @@ class OwnContribution:
     """
 
     snapshot: Snapshot
+    num_chunks: int
     chunks: dict[int, Encoded] = field(default_factory=dict)
     tree: Tree | None = None
     sha256: bytes = b""
@@ -102,7 +103,7 @@ class OwnContribution:
     @property
     def is_whole(self) -> bool:
         """Whether all chunks are encoded."""
-        return len(self.chunks) == Grid(len(self.snapshot.weights)).num_chunks
+        return len(self.chunks) == self.num_chunks
 
     @property
     def name(self) -> bytes:

@@ -2,8 +2,8 @@
 
 Each chunk is encoded alone, and parts consist of whole chunks, so that another attempt with another plan sends the same
 bytes. A chunk has 1024 blocks: 66 KiB as int8, 256 KiB as fp32, so that control frames never wait long behind one on a
-slow link. Of a large model it has 4096, because a chunk costs many calls in Python: a round of 100M parameters took a
-third less CPU, and training on a GPU, whose thread needs the interpreter too, is held up less (measured).
+slow link. Of a large model it has up to 4096 (int8: 264 KiB), as long as it is no larger than one of fp32, because each
+chunk costs many calls in Python: a round of 100M parameters took 20 to 36 % less CPU (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from p2ptrain.algorithms.codec import CHUNK_BLOCKS
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
 from p2ptrain.algorithms.merkle import root_of
 from p2ptrain.errors import WireError
 
-# Who trains so many blocks (16.8M values) has links of more than a few Mbit/s.
+# From so many blocks on (16.8M values) a model is large (guess).
 LARGE_BLOCKS = 2**18
-LARGE_CHUNK_BLOCKS = 4 * CHUNK_BLOCKS
+# One of fp32 with its 1024 blocks has nearly as much, and passes the slowest links.
+MOST_CHUNK_BYTES = 264 * 1024
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,14 @@ class Grid:
     """The chunks of a vector of `num_blocks` blocks, each of `chunk_blocks` blocks, the last one perhaps shorter."""
 
     num_blocks: int
+    chunk_blocks: int = CHUNK_BLOCKS
 
-    @property
-    def chunk_blocks(self) -> int:
-        return LARGE_CHUNK_BLOCKS if self.num_blocks >= LARGE_BLOCKS else CHUNK_BLOCKS
-
-    @property
-    def piece_bytes(self) -> int:
-        """Of a piece of a mean on the wire: so small that control frames can pass in between."""
-        return 128 * self.chunk_blocks
+    @classmethod
+    def of(cls, num_blocks: int, codec: Codec) -> Grid:
+        """That of a vector whose chunks have this codec."""
+        larger = (4 * CHUNK_BLOCKS, 2 * CHUNK_BLOCKS) if num_blocks >= LARGE_BLOCKS else ()
+        fitting = (blocks for blocks in larger if codec.size_bytes(blocks) <= MOST_CHUNK_BYTES)
+        return cls(num_blocks, next(fitting, CHUNK_BLOCKS))
 
     @property
     def num_chunks(self) -> int:

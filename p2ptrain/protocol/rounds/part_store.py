@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import trio
 
 from p2ptrain.errors import PeerLostError, WireError
@@ -20,16 +21,16 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blob
 from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
+from p2ptrain.protocol.rounds.timeouts import SLOWEST_BYTES_S
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Request, Roster, pack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
+# One piece of a part on the wire: small, so that control frames can pass in between.
+PIECE_BYTES = 128 * 1024
 # Pieces requested at once from one peer, to hide the round trip (guess).
 PIPELINE = 4
 # After this time a piece is requested from another peer (a 64 KiB/s link takes 2 s; guess).
 PIECE_TIMEOUT_S = 20.0
-# A peer may take as long for a part as the whole mean takes at this rate (2 Mbit/s; guess): a giver's line carries its
-# part to all members, and ours carries all parts.
-SLOWEST_BYTES_S = 256 * 1024
 # While a pushed mean is awaited, so often it is noticed that its reducer was lost.
 LOOK_AGAIN_S = 1.0
 # Parts of one record fetched at once; each takes memory from its first piece on (guess).
@@ -58,7 +59,10 @@ def blob_sha256(blob: Blob, contributors: Sequence[Contributor], bounds: tuple[i
 
 
 def part_limit_s(mean_bytes: int) -> float:
-    """The longest that one peer may take for one part of a mean of this size: to fall silent, and to be asked then."""
+    """The longest that one peer may take for one part of a mean of this size: to fall silent, and to be asked then.
+
+    As long as the whole mean takes on the slowest line: a giver's carries its part to all members, and ours all parts.
+    """
     return 2 * PIECE_TIMEOUT_S + mean_bytes / SLOWEST_BYTES_S
 
 
@@ -147,7 +151,6 @@ class PartStore:
 
     Args:
         mean_bytes: the most bytes that the encoded mean of so many blocks has.
-        piece_bytes: of a piece of a part on the wire.
         spare_bytes: at most so much is kept of what we reduced in attempts that ended without an outcome.
 
     Attributes:
@@ -157,11 +160,10 @@ class PartStore:
 
     def __init__(
         self, links: Links, compute: Compute, averaging: Averaging, *,
-        mean_bytes: Callable[[int], int], piece_bytes: int = 2**17, spare_bytes: int = 0,
+        mean_bytes: Callable[[int], int], spare_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.accepted: Callable[[], Record | None] = lambda: None
         self.mean_bytes = mean_bytes
-        self._piece_bytes = piece_bytes
         self._spare_bytes = spare_bytes
         self._attempt: Attempt | None = None
         self._pushed: dict[PeerId, _Pushed] = {}
@@ -204,10 +206,10 @@ class PartStore:
     async def _push(self, link: Link, mean: MeanPush) -> None:
         roster, start = mean.roster, 0
         while self._attempt == roster.attempt and not mean.is_given_up:
-            if len(mean.data) < start + self._piece_bytes and not mean.has_ended:
+            if len(mean.data) < start + PIECE_BYTES and not mean.has_ended:
                 await mean.changed.wait()
                 continue
-            piece = mean.data[start : start + self._piece_bytes]
+            piece = mean.data[start : start + PIECE_BYTES]
             if not piece:
                 return
             message = Mean(roster.lineage, roster.round, roster.attempt, mean.sha256, start)
@@ -284,7 +286,7 @@ class PartStore:
     async def serve(self, link: Link, request: Request) -> None:
         """Answer a request for one piece of a part."""
         data = self._parts.get(request.subject, b"")
-        piece = memoryview(data)[request.index * self._piece_bytes : (request.index + 1) * self._piece_bytes]
+        piece = memoryview(data)[request.index * PIECE_BYTES : (request.index + 1) * PIECE_BYTES]
         answer = Answer(request.request, len(piece) > 0, "part")
         await link.send_bulk(answer, piece, Traffic.ROUND, compress=True)
 
@@ -384,23 +386,24 @@ class PartStore:
                 await self._piece_arrived.wait()
         return None
 
-    async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray | None:
+    async def _fetch_from(self, link: Link, part: Part, size: int) -> Blob | None:
         """A part as one peer gives it; None if it does not have it. Raises PeerLostError or WireError."""
-        data = bytearray()
+        data = memoryview(b"")
 
         async def fetch_piece(index: int) -> None:
+            nonlocal data
             answer, piece = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
-            start = index * self._piece_bytes
+            start = index * PIECE_BYTES
             if not answer.found:
                 raise _NotThereError(f"{link.peer_id} does not have the part")
-            if len(piece) != min(self._piece_bytes, size - start):
+            if len(piece) != min(PIECE_BYTES, size - start):
                 raise WireError(f"piece {index} has {len(piece)} bytes")
             if not data:
-                data.extend(bytes(size))  # only now: who has none of it costs no memory
+                data = np.empty(size, np.uint8).data  # only now: who has none of it costs no memory
             data[start : start + len(piece)] = piece
 
         try:
-            await fetch_pipelined(-(-size // self._piece_bytes), fetch_piece)
+            await fetch_pipelined(-(-size // PIECE_BYTES), fetch_piece)
         except _NotThereError:
             return None
         return data

@@ -131,8 +131,9 @@ class SnapshotTaker:
     def arrive(self, snapshot: Snapshot) -> None:
         """The training thread has taken the requested snapshot."""
         if self.own is None:
+            num_chunks = self._context.grid.num_chunks
             next_error = None if self._error is None else np.zeros_like(self._error)
-            self.own = OwnContribution(snapshot, error=self._error, next_error=next_error)
+            self.own = OwnContribution(snapshot, num_chunks, error=self._error, next_error=next_error)
             self._arrived.set()
 
     async def encode(self, bounds: list[tuple[int, int]]) -> None:

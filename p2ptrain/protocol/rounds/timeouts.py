@@ -10,9 +10,12 @@ from collections import deque
 from p2ptrain.protocol.rounds.round_state import Limits
 from p2ptrain.protocol.wire.transport import PeerId
 
-# A sender without a chunk for this long, or for four round trips if that is more, is excluded: on a busy machine
+# A sender without a chunk for this long is excluded, or for four round trips, or twice what one takes on the slowest
+# line, if that is more: on a busy machine
 # encoding and hashing stop for two to three seconds (measured: four peers on two cores).
 STALL_S = 5.0
+# The slowest line that is supported, 2 Mbit/s (guess).
+SLOWEST_BYTES_S = 256 * 1024
 # A limit is this many times the measured duration, as other links share the path (guess).
 MARGIN = 3.0
 # Decay of a sender's longest wait per round.
@@ -42,9 +45,10 @@ class Timeouts:
         """Record the wait for a sender's chunk, since the last chunk or the roster; also if the sender was excluded."""
         self._longest_s[sender] = max(waited_s, self._longest_s.get(sender, 0.0))
 
-    def stall_s(self, sender: PeerId, rtt_s: float) -> float:
-        """Timeout of a sender's next chunk."""
-        return min(max(STALL_S, 4 * rtt_s, MARGIN * self._longest_s.get(sender, 0.0)), self._peer_timeout_s)
+    def stall_s(self, sender: PeerId, rtt_s: float, slowest_s: float) -> float:
+        """Timeout of a sender's next chunk, which takes `slowest_s` on the slowest line."""
+        longest_s = MARGIN * self._longest_s.get(sender, 0.0)
+        return min(max(STALL_S, 4 * rtt_s, 2 * slowest_s, longest_s), self._peer_timeout_s)
 
     def note_round(self, took_s: float) -> None:
         """Record the duration of a committed round, or of an attempt that timed out."""

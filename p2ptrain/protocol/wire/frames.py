@@ -21,8 +21,8 @@ MAX_HEADER_BYTES = 256 * 1024
 # The largest payloads are fragments of large models.
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 
-# A chunk of a round has at most 1 MiB as float32; a few bytes could expand to much more.
-MAX_COMPRESSED_CHUNK_BYTES = 1280 * 1024
+# A chunk of a round has at most 264 KiB; a few bytes could expand to much more.
+MAX_COMPRESSED_CHUNK_BYTES = 320 * 1024
 
 _PREFIX = struct.Struct("!BBBxIIIQ")
 PREFIX_BYTES = _PREFIX.size

@@ -16,7 +16,6 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Blob, Blobs, Chunks, Conclusion, Encoding, Plan, merge_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -47,9 +46,10 @@ class Gather:
         """One reducer is enough: members that lack chunks fetch them by hash, like a late member."""
         return bool(left)
 
-    def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
+    def reduce(
+        self, bounds: Sequence[tuple[int, int]], chunks: Chunks, contributors: Sequence[Contributor]
+    ) -> Sequence[Blob]:
         """Join each contributor's chunks to one blob, without averaging."""
-        bounds = Grid(part.stop).bounds(0, part.stop)
         return [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
 
     def merge(self, encoded: Sequence[tuple[Encoded, float]], num_blocks: int) -> bytes:

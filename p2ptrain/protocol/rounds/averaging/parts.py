@@ -7,7 +7,6 @@ mean, whatever the number of members. The mean is encoded again.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from p2ptrain.algorithms.codec import Encoded
@@ -34,22 +33,23 @@ class Parts:
     def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
         """One part for each reducer, or for the best of them if the vector has fewer chunks."""
         reducers = policy.reducers_of(joins, avoided)
-        bounds = Grid(num_blocks).split(len(reducers))
+        bounds = Grid.of(num_blocks, self._codec).split(len(reducers))
         return [RosterPart(start, stop, reducers[i], ()) for i, (start, stop) in enumerate(bounds)]
 
     def check_plan(self, roster: Roster, num_blocks: int) -> None:
-        Grid(num_blocks).check_parts((part.start, part.stop) for part in roster.parts)
+        Grid.of(num_blocks, self._codec).check_parts((part.start, part.stop) for part in roster.parts)
         if any(part.senders for part in roster.parts):
             raise WireError("a part that only some members send")
 
     def is_complete(self, plan: Plan, left: Collection[int]) -> bool:
         return len(left) == len(plan)
 
-    def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
-        starts = sorted(chunks[contributors[0].peer_id])
+    def reduce(
+        self, bounds: Sequence[tuple[int, int]], chunks: Chunks, contributors: Sequence[Contributor]
+    ) -> Sequence[Blob]:
         means = (
             self.merge([(chunks[c.peer_id].pop(start), c.weight) for c in contributors], stop - start)
-            for start, stop in itertools.pairwise([*starts, part.stop])
+            for start, stop in bounds
         )
         return [b"".join(means)]
 
@@ -68,7 +68,7 @@ class Parts:
         return Conclusion(tuple(parts), tuple(reports[i].gram for i in sorted(reports)))
 
     def check_record(self, record: Record, num_blocks: int) -> None:
-        Grid(num_blocks).check_parts((part.start, part.stop) for part in record.parts)
+        Grid.of(num_blocks, self._codec).check_parts((part.start, part.stop) for part in record.parts)
 
     def size_bytes(self, record: Record, part: Part) -> int:
         return mean_codec(self._run, len(record.contributors)).size_bytes(part.stop - part.start)

@@ -76,12 +76,15 @@ class Averaging(Protocol):
         """Whether an attempt can succeed with the reducers of these parts (by number) alone."""
         ...
 
-    def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
+    def reduce(
+        self, bounds: Sequence[tuple[int, int]], chunks: Chunks, contributors: Sequence[Contributor]
+    ) -> Sequence[Blob]:
         """Combine the contributors' chunks of one part to blobs, whose hashes are reported in their order.
 
         Called in a worker thread.
 
         Args:
+            bounds: the chunks of the part, in order.
             chunks: every chunk of the part for every contributor; removed, to free memory early.
             contributors: those that send this part.
 

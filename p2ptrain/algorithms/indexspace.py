@@ -214,18 +214,12 @@ class ParameterView:
 
     @torch.no_grad()
     def scatter_on_device(self, placed: PlacedPlan, values: torch.Tensor) -> None:
-        """As `scatter`, of `values` on the device of the first parameter. If all are there, the host waits for nothing.
-
-        As any change of a parameter in place, it makes a backward pass fail whose forward pass was before it.
-        """
+        """As `scatter`, of `values` on the device of the first parameter. The host waits as for `gather_on_device`."""
         values = values.contiguous()
         for items, new, numbers in self._plain_pieces(placed.plan, values):
             items[numbers] = new
         for rows in placed.together:
             self._joined.rows.index_copy_(0, placed.index[rows], values[rows].to(self._joined.rows.dtype))
-        if placed.together:
-            for tensor in self._joined.held:
-                torch.autograd.graph.increment_version(tensor)
         for piece in placed.apart:
             tensor, new_rows = self.tensors[piece.tensor], values[piece.rows]
             target = tensor.contiguous()
@@ -305,7 +299,7 @@ class _JoinedTensors:
         fitting = {
             number: tensor.detach()
             for number, tensor in enumerate(tensors)
-            if tensor.device == device and tensor.numel() >= BLOCK and tensor.is_contiguous()
+            if tensor.device == device and tensor.numel() >= BLOCK and tensor.is_contiguous() and not tensor.is_neg()
         }
         if not fitting or device.type not in _JOINED_ON:
             return cls(torch.empty(0, BLOCK), {}, [])

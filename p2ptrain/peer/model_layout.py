@@ -62,6 +62,10 @@ class ModelParts:
         self.tensors = [local_of(parameter) for parameter in self.parameters]
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
         self.is_sharded = is_sharded(self.parameters[0])
+        # Where the model has each parameter, and where its values were when it joined.
+        owners = [name.rpartition(".")[::2] for name in self.space.names]
+        self._places = [(model.get_submodule(path)._parameters, leaf) for path, leaf in owners]
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.view: ParameterView | ShardedView
         if self.is_sharded:
             assert ranks is not None
@@ -83,16 +87,21 @@ class ModelParts:
             module.reshard()
 
     def check_in_place(self) -> None:
-        """Raise ConfigError if the parameters have moved since, as the exchange would no longer change the model."""
+        """Raise ConfigError if a parameter has moved since: the exchange would write into memory that is no longer the
+        model's, or nobody's. Of sharded ones the first is looked at."""
         self.reshard()
-        try:
-            now = local_of(self._model.get_parameter(self.space.names[0])).data_ptr()
-        except AttributeError:
-            now = -1
-        if now != self.tensors[0].data_ptr():
+        now = [parameters.get(leaf) for parameters, leaf in self._places]
+        if self.is_sharded:
+            addresses = [-1 if now[0] is None else local_of(now[0]).data_ptr(), *self._addresses[1:]]
+        else:
+            addresses = [-1 if parameter is None else parameter.data_ptr() for parameter in now]
+        if addresses != self._addresses:
+            pairs = zip(self._addresses, addresses, strict=True)
+            moved = [name for name, (was, is_now) in zip(self.space.names, pairs, strict=True) if was != is_now]
             raise ConfigError(
-                "the model was moved after it had joined the run (to another device, or into a wrapper that copies its "
-                "parameters); move it first, then join"
+                f"{len(moved)} parameters of the model, such as {moved[0]}, were moved or replaced after it had joined "
+                "the run (to another device, into shared memory, or into a wrapper that copies its parameters); move "
+                "it first, then join"
             )
 
     def transfers(self) -> Transfers:

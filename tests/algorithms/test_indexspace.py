@@ -283,19 +283,6 @@ def test_tensors_that_lie_whole_rows_apart_are_read_and_written_together(
     assert memory.count_nonzero() == used  # nothing between them was written
 
 
-def test_a_scatter_between_a_forward_and_a_backward_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where tensors are written together, past autograd: it would compute wrong gradients."""
-    monkeypatch.setattr(indexspace, "_JOINED_ON", {"cpu"})
-    weight = torch.nn.Parameter(torch.ones(2, 64, dtype=torch.bfloat16))
-    view = ParameterView(IndexSpace([("w", (2, 64))]), [weight])
-    loss = (weight * weight).sum()
-    plan = view.space.plan([1])
-    assert view.place(plan).together
-    view.scatter(plan, torch.zeros(1, 64))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_on_a_device_one_change_lands_all_tensors_of_a_kind() -> None:
     """On the device that needs no memory, and has no values."""
     tensors = [tensor.to("meta") for tensor in [*make_tensors(), *make_tensors(torch.bfloat16)]]

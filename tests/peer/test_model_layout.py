@@ -250,9 +250,24 @@ def test_buffers_that_do_not_fit_are_refused_and_change_nothing(data: bytes) -> 
     assert all(torch.equal(model.get_buffer(name), buffer) for name, buffer in before.items())
 
 
-@pytest.mark.parametrize("move", [nn.Module.double, lambda model: model.to("meta"), lambda model: model.half().float()])
+def replace_the_last(model: nn.Module) -> None:
+    model[1].bias = nn.Parameter(model[1].bias.detach().clone())
+
+
+def point_the_last_elsewhere(model: nn.Module) -> None:
+    model[1].bias.data = model[1].bias.data.clone()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        nn.Module.double, lambda model: model.to("meta"), lambda model: model.half().float(), nn.Module.share_memory,
+        replace_the_last, point_the_last_elsewhere,
+    ],
+)  # fmt: skip
 def test_a_model_that_is_moved_later_is_noticed(move) -> None:
-    model = nn.Linear(3, 2)
+    """Also where only the memory of its tensors moves, as into shared memory, or where only one is replaced."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     parts = ModelParts(model)
     parts.check_in_place()
     move(model)

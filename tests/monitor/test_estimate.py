@@ -169,7 +169,7 @@ def test_with_the_advised_interval_a_round_takes_a_tenth_of_it() -> None:
         ({}, 7 * 10**9, Link(rate_mbit=20), "give --fragment-fraction 0.00008 or less: a fragment"),
         ({"fragment_fraction": 0.02}, GPT2, Link(rate_mbit=20), "give --fragment-fraction 0.004 or less: gossip"),
         ({}, 390_700_000, Link(rate_mbit=2), "give --round-timeout-s 5700 or more: half of the 1800 s"),
-        ({"averaging": "gather"}, GPT2, Link(rate_mbit=10, peers=64), "with --averaging parts a round takes 3 min"),
+        ({"averaging": "gather"}, GPT2, Link(rate_mbit=10, peers=64), "with --averaging parts a round takes 4 min"),
     ],
 )
 def test_advice(changes: dict[str, object], params: int, link: Link, words: str) -> None:

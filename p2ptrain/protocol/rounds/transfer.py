@@ -18,7 +18,7 @@ from p2ptrain.protocol.rounds.averaging.strategy import Blob
 from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.contribution import BLOCKS_PER_VISIT, OwnContribution
+from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution
 from p2ptrain.protocol.rounds.expected_mean import ExpectedMean
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.part_store import MeanPush, blob_sha256
@@ -172,7 +172,7 @@ class Transfer:
 
     def _visits(self) -> Iterator[list[tuple[int, int]]]:
         """Chunks to encode at a time, round-robin over the parts, so that no reducer waits."""
-        most = max(1, BLOCKS_PER_VISIT // self._context.grid.chunk_blocks) * self._context.compute.threads
+        most = CHUNKS_PER_VISIT * self._context.compute.threads
         lanes = [deque(chunks) for chunks in dict.fromkeys(tuple(self._chunks_of(number)) for number in self._to_send)]
         while lanes:
             for lane in lanes:

@@ -12,7 +12,6 @@ so optimizers, autocast and compiled graphs that exist already keep working.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from collections import deque
@@ -25,14 +24,12 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.joined_tensors import JoinedTensors
 
 # Rows that are mixed at once: three buffers of 256 KiB stay in a core's second-level cache.
 _MIXED_ROWS = 1024
 # Values that are copied or changed at once where that goes in pieces: 2 MiB, well below a millisecond.
 _PIECE_VALUES = 2**19
-
-# Kinds of devices on which a call costs more than what it copies.
-_JOINED_ON = frozenset({"cuda"})
 
 Items = npt.NDArray[np.void]
 WeightChange = Callable[[], object]
@@ -163,7 +160,7 @@ class ParameterView:
         in_memory = self._device.type == "cpu"
         # Full blocks of the plain tensors, by number of the tensor.
         self._items = {n: _items(tensor) for n, tensor in enumerate(self.tensors) if in_memory and _is_plain(tensor)}
-        self._joined = _JoinedTensors.of(self._device, self.tensors)
+        self._joined = JoinedTensors.of(self._device, self.tensors)
 
     def place(self, plan: BlockPlan, upload: Callable[[torch.Tensor], torch.Tensor] | None = None) -> PlacedPlan:
         """Find where a plan's blocks lie.
@@ -249,9 +246,9 @@ class ParameterView:
         apply_changes(deque(self.changes(flat, adds=True)))
 
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """What `add` or `write` does: a change for each tensor, or for each small part of one in host memory; on a
-        device with `flat` on it, one for all tensors of a kind.
+        """The changes that `add` or `write` makes, one for each tensor, or for each small part of one in host memory.
 
+        If `flat` is on the tensors' device, there is one change for all of them that have the same dtype.
         A change of one tensor that raises has changed nothing.
         """
         return _in_pieces(_add if adds else _write, self.sections(flat))
@@ -273,62 +270,6 @@ class ParameterView:
         for tensor, start, stop in zip(self.tensors, starts, starts[1:], strict=False):
             end = start + tensor.numel()
             yield tensor, line[start:end].view(tensor.shape), line[end:stop]
-
-
-@dataclass(frozen=True)
-class _JoinedTensors:
-    """Tensors anywhere in one device's memory as rows of one tensor, so that one call reads blocks of all of them.
-
-    A call a tensor, 148 for GPT-2, held the training thread for 4 ms a step on an H200. Only on CUDA: in host memory
-    most tensors do not lie whole rows apart.
-
-    Attributes:
-        rows: (r, 64), all memory from the first of the tensors to the end of the last one. What lies between them is
-            other tensors' memory, or unallocated: only their full blocks may be read or written.
-        first_rows: the row at which each of them begins, by its number.
-        held: the tensors, which keeps their memory allocated.
-    """
-
-    rows: torch.Tensor
-    first_rows: dict[int, int]
-    held: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, device: torch.device, tensors: Sequence[torch.Tensor]) -> _JoinedTensors:
-        """Join those on the device that have the dtype of the largest, and lie a whole number of rows from it."""
-        fitting = {
-            number: tensor.detach()
-            for number, tensor in enumerate(tensors)
-            if tensor.device == device and tensor.numel() >= BLOCK and tensor.is_contiguous() and not tensor.is_neg()
-        }
-        if not fitting or device.type not in _JOINED_ON:
-            return cls(torch.empty(0, BLOCK), {}, [])
-        like = max(fitting.values(), key=torch.Tensor.numel)
-        row_bytes = BLOCK * like.element_size()
-        joined = {
-            number: tensor
-            for number, tensor in fitting.items()
-            if tensor.dtype == like.dtype and (tensor.data_ptr() - like.data_ptr()) % row_bytes == 0
-        }
-        begin = min(tensor.data_ptr() for tensor in joined.values())
-        end = max(tensor.data_ptr() + tensor.numel() // BLOCK * row_bytes for tensor in joined.values())
-        first_rows = {number: (tensor.data_ptr() - begin) // row_bytes for number, tensor in joined.items()}
-        return cls(_memory(begin, end - begin, like).view(-1, BLOCK), first_rows, list(joined.values()))
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """Memory of a CUDA device, for torch to use as a tensor."""
-
-    __cuda_array_interface__: dict[str, object]
-
-
-def _memory(address: int, size_bytes: int, like: torch.Tensor) -> torch.Tensor:
-    """Memory as a flat tensor of the dtype and on the device of another. Nothing is allocated or copied."""
-    if like.device.type == "cpu":
-        return torch.frombuffer((ctypes.c_ubyte * size_bytes).from_address(address), dtype=like.dtype)
-    interface = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}
-    return torch.as_tensor(_Memory(interface), device=like.device).view(like.dtype)
 
 
 def apply_changes(changes: deque[WeightChange]) -> None:

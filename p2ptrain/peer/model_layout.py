@@ -56,7 +56,6 @@ class ModelParts:
         if ranks is not None:
             ranks.agree(refused, "join()")
             _check_same(_shapes_sha256(model), ranks)
-        self._model = model
         self._is_alone = ranks is None
         self.parameters = list(trainable.values())
         self.tensors = [local_of(parameter) for parameter in self.parameters]
@@ -87,8 +86,10 @@ class ModelParts:
             module.reshard()
 
     def check_in_place(self) -> None:
-        """Raise ConfigError if a parameter has moved since: the exchange would write into memory that is no longer the
-        model's, or nobody's. Of sharded ones the first is looked at."""
+        """Raise ConfigError if a parameter has moved since, as the exchange would write into its old memory.
+
+        Of sharded parameters only the first is checked.
+        """
         self.reshard()
         now = [parameters.get(leaf) for parameters, leaf in self._places]
         if self.is_sharded:

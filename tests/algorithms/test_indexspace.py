@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.algorithms import indexspace
+from p2ptrain.algorithms import joined_tensors
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, mix_clipped, rms_of
 
@@ -267,7 +267,7 @@ def test_tensors_that_lie_whole_rows_apart_are_read_and_written_together(
     """So are all of a model on a GPU, where an allocation begins at a multiple of 512 bytes. Others go one by one."""
     apart = make_tensors(dtype)
     theirs = make_view(apart)
-    monkeypatch.setattr(indexspace, "_JOINED_ON", {"cpu"})
+    monkeypatch.setattr(joined_tensors, "JOINED_ON", {"cpu"})
     memory = torch.zeros(100 * BLOCK, dtype=dtype)
     together = [
         places[: t.numel()].view(t.shape).copy_(t) for places, t in zip(memory.split(10 * BLOCK), apart, strict=False)

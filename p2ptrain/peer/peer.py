@@ -274,11 +274,13 @@ class Peer:
         return Watch(self._thread, observer, lambda: self._runner.with_links(observer.watch))
 
     def _sight(self) -> Sighting:
-        head = self._runner.last_ready.engine.head
+        node = self._runner.last_ready
+        head = node.engine.head
         speed = 1 / self._exchange.step_s if self._exchange.step_s else 0.0
         return Sighting(
-            self.peer_id, True, self.status, False, self._exchange.run_step, head.round, head.lineage, speed
-        )
+            self.peer_id, True, self.status, False, self._exchange.run_step, head.round, head.lineage, speed,
+            relayed=node.links.relayed(),
+        )  # fmt: skip
 
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
         """The agreed weights of the last round: fp32 copies on the CPU by parameter name.

@@ -39,6 +39,10 @@ class Watch:
             self.events[batch.peer_id, batch.incarnation] += batch.events
         return self
 
+    @property
+    def relayed(self) -> dict[str, Mapping[str, str]]:
+        return {peer_id: member.relayed for peer_id, member in self.members.items()}
+
     def of(self, peer_id: str, kind: str) -> list[Event]:
         return [e for (who, _), events in self.events.items() for e in events if who == peer_id and e["event"] == kind]
 
@@ -139,6 +143,20 @@ def endpoint_with(event_log: EventLog | None, answer: bytes = b"") -> Callable[[
         endpoint.on_request = on_request
 
     return equip
+
+
+def test_an_observer_sees_which_links_are_relayed_and_when_one_is_no_longer() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s, watching(s) as watch:
+            s.network.relays[frozenset("ab")] = "r"
+            s.network.can_dial_bulk = lambda source, target: {source, target} != {"b", "c"}
+            for name in "abc":
+                s.start(name, founder=name == "a")
+            await s.until(lambda: watch.look().relayed == {"a": {"b": "r"}, "b": {"a": "r", "c": ""}, "c": {"b": ""}})
+            del s.network.relays[frozenset("ab")]
+            await s.until(lambda: watch.look().relayed == {"a": {}, "b": {"c": ""}, "c": {"b": ""}})
+
+    run_virtual(main)
 
 
 async def announced(s: Swarm, nursery: trio.Nursery, name: str, equip: Callable[[Endpoint], None]) -> Endpoint:

@@ -51,6 +51,7 @@ def overview(live: LiveSwarm, now_s: float) -> Json:
             **dataclasses.asdict(swarm.bytes_per_step(parameters, len(up))),
         },
         "peers": [_peer(live, peer, now_s) for peer in swarm.peers.values()],
+        "relayed": _relayed(live),
     }
 
 
@@ -116,6 +117,17 @@ def _traffic(live: LiveSwarm, peer: PeerView, now_s: float) -> dict[int, float]:
         return {}
     numbers = ((live.numbers.get(peer_id), count) for peer_id, count in peer.recent_to.items())
     return {number: round(count / FRAGMENTS_COUNT_S, 1) for number, count in numbers if number is not None}
+
+
+def _relayed(live: LiveSwarm) -> list[Json]:
+    """The pairs of linked peers without a direct connection, as one of the two says, and the relay between them."""
+    pairs = {
+        (min(number, other), max(number, other)): relay
+        for number in live.linked
+        for peer_id, relay in live.sightings[number].relayed.items()
+        if (other := live.numbers.get(peer_id)) in live.linked
+    }
+    return [{"pair": pair, "relay": short_id(relay) if relay else ""} for pair, relay in sorted(pairs.items())]
 
 
 def _rounds_so_far(rounds: list[RoundView]) -> int:

@@ -49,7 +49,7 @@ def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Itera
     )
     found, broken = _look_around(network)
     answering = found is not None and any(peer.answered_s is not None for peer in found.peers)
-    run, run_finding = _look_at_run(settings, network, run_id) if answering else (None, None)
+    run, of_run = _look_at_run(settings, network, run_id) if answering else (None, [])
     model = run.model if run is not None and not settings.explicit("model") else str(settings.values["model"])
 
     machine = read_machine(out, gpu=config.device != "cpu")
@@ -69,8 +69,7 @@ def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Itera
     yield from reach.check_initial_peers(found.peers)
     yield from reach.check_interfaces(found.peers)
     yield reach.check_clock(found.peers)
-    if run_finding is not None:
-        yield run_finding
+    yield from of_run
 
 
 def _refusal(network: NetworkConfig) -> ConfigError | None:
@@ -93,18 +92,18 @@ def _look_around(network: NetworkConfig) -> tuple[Probe | None, Finding | None]:
         thread.stop(PROBE_TIMEOUT_S)
 
 
-def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tuple[RunConfig | None, Finding]:
-    """Find the run's settings, and check whether this peer could join it."""
+def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tuple[RunConfig | None, list[Finding]]:
+    """Find the run's settings, and check whether this peer could join it and how its peers reach each other."""
     from p2ptrain.peer.session import NetworkSession
 
     try:
         with NetworkSession(network.without_bulk) as session:
             run = session.find_run(run_id)
-            members = len(session.members(run_id)) if run else 0
+            members = session.members(run_id) if run else []
     except ConfigError as error:  # a wrong clock; check_clock reports it too
-        return None, failed("run", error)
+        return None, [failed("run", error)]
     try:
         settings.resolve_run(run)
     except ConfigError as error:
-        return run, failed("run", error)
-    return run, reach.check_run(run_id, run, members)
+        return run, [failed("run", error)]
+    return run, [reach.check_run(run_id, run, len(members)), *reach.check_ways(members)]

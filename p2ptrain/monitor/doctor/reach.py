@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import ipaddress
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from p2ptrain.errors import ConfigError
@@ -14,6 +15,7 @@ from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
 from p2ptrain.network.dialback import DialBack
 from p2ptrain.network.interfaces import Interface, Way
 from p2ptrain.network.probe import InitialPeer, Probe
+from p2ptrain.protocol.membership.lookup import MemberInfo
 from p2ptrain.protocol.membership.reachability import Scope, scope_of
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
@@ -22,6 +24,8 @@ from p2ptrain.settings.peer_config import NetworkConfig
 UNEASY_SKEW_S = 1.0
 # An interface is reported if another one is better by this factor. Round trips of one path differ by milliseconds.
 FAR_SLOWER, NOISE_S = 2, 0.005
+# Peers that are named as those with the most pairs without a direct connection.
+MOST_NAMED = 3
 # Of advice, where the user has chosen no port; docs/reachability.md has the same.
 EXAMPLE_PORT = "4001"
 CLOCK_REMEDY = "sudo timedatectl set-ntp true"
@@ -229,6 +233,25 @@ def check_run(run_id: str, found: RunConfig | None, members: int) -> Finding:
             "check that --run-id is the same as on the other peers",
         )  # fmt: skip
     return Finding("run", Mark.OK, f"{run_id!r}: {count(members, 'peer')}, model {found.model or 'of a program'}")
+
+
+def check_ways(members: Sequence[MemberInfo]) -> Iterator[Finding]:
+    """Check whether the peers of a run have direct connections for rounds and state, as they say themselves."""
+    without = {frozenset((member.peer_id, other)) for member in members for other in member.relayed}
+    pairs = math.comb(len(members), 2)
+    if not pairs:
+        return
+    if not without:
+        yield Finding("direct connections", Mark.OK, f"between all {count(len(members), 'peer')} of the run")
+        return
+    blocked = Counter(peer_id for pair in without for peer_id in pair)
+    most = ", ".join(f"{short_id(peer_id)} ({number})" for peer_id, number in blocked.most_common(MOST_NAMED))
+    yield Finding(
+        "direct connections", Mark.WARNING,
+        f"{len(without)} of {pairs} pairs of the run's peers have none, so that rounds and state are slower there; "
+        f"most of them at {most}",
+        "p2ptrain peers lists them; on one peer of each pair, open a TCP port for --bulk-port",
+    )  # fmt: skip
 
 
 def _forward(config: NetworkConfig, maddrs: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from p2ptrain.protocol.links.handshake import OBSERVER
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.closed_directory import directory_of
-from p2ptrain.protocol.membership.lookup import UNREACHABLE, find_members, observer_links
+from p2ptrain.protocol.membership.lookup import UNREACHABLE, ask_relayed, find_members, observer_links
 from p2ptrain.protocol.restarts import process_of
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import Directory, PeerId, Transport
@@ -35,6 +35,8 @@ ASK_EVERY_S = 1.0
 # For a peer that is busy, or whose version has no event log.
 ASK_AGAIN_S = 5.0
 ANSWER_TIMEOUT_S = 15.0
+# Which of a member's links are relayed: they change when connections break or are opened (guess).
+ASK_RELAYED_EVERY_S = 20.0
 # Interval of lookups. Members announce themselves every 10 s.
 LOOK_EVERY_S = 3.0
 DIAL_TIMEOUT_S = 15.0
@@ -63,6 +65,7 @@ class Sighting:
         speed: inner steps per second.
         rtt_s: round-trip time; 0 if unknown.
         trouble: why its events are not shown; empty if they are.
+        relayed: the members that its bulk bytes reach through a relay, and which one, or ("") through libp2p alone.
     """
 
     peer_id: PeerId
@@ -75,6 +78,7 @@ class Sighting:
     speed: float = 0.0
     rtt_s: float = 0.0
     trouble: str = ""
+    relayed: Mapping[PeerId, PeerId] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class _Watched:
     failures: int = 0
     dial_at_s: float = 0.0
     seen: Sighting | None = None
+    relayed: Mapping[PeerId, PeerId] = field(default_factory=dict)
+    ask_relayed_s: float = -math.inf
 
 
 @dataclass
@@ -183,7 +189,7 @@ class Observer:
             beat = link.beat
             watched.seen = Sighting(
                 peer_id, True, beat.status[:MOST_STATUS], False, beat.step, beat.round, beat.lineage, beat.speed,
-                link.flow.rtt_s, watched.trouble,
+                link.flow.rtt_s, watched.trouble, watched.relayed,
             )  # fmt: skip
             return watched.seen
         status = "connecting" if link is not None or watched.failures == 0 else UNREACHABLE
@@ -264,6 +270,9 @@ class Observer:
             wait_s = ASK_EVERY_S
             if self._waiting < MOST_WAITING:
                 wait_s = await self._ask(links, link, watched)
+            if trio.current_time() >= watched.ask_relayed_s:
+                watched.ask_relayed_s = trio.current_time() + ASK_RELAYED_EVERY_S
+                watched.relayed = await ask_relayed(links, link)
             with trio.move_on_after(wait_s):
                 await link.lost.wait()
         await link.lost.wait()

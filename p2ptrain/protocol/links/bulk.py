@@ -115,8 +115,11 @@ class BulkConnections:
             nursery.cancel_scope.cancel()
 
     def is_impossible(self, link: Link) -> bool:
-        """Whether a connection was tried not long ago and did not work, so that the link has none."""
-        return self._is_refused(link.peer_id) and not link.has_bulk_connection
+        """Whether the link has no connection and gets none: one side offers none, or it was tried not long ago."""
+        return not link.has_bulk_connection and (not self._both_offer(link) or self._is_refused(link.peer_id))
+
+    def _both_offer(self, link: Link) -> bool:
+        return self._transport is not None and bool(self._transport.offer and link.hello.bulk)
 
     def _is_refused(self, peer_id: PeerId) -> bool:
         return trio.current_time() < self._retry_s.get(peer_id, (b"", -math.inf))[1]
@@ -126,7 +129,7 @@ class BulkConnections:
         if link in self._opening or link.has_bulk_connection or link.lost.is_set():
             return self._opening.get(link)
         transport, nursery = self._transport, self._nursery
-        if transport is None or nursery is None or not (transport.offer and link.hello.bulk):
+        if transport is None or nursery is None or not self._both_offer(link):
             return None
         if self.count + len(self._opening) >= MAX_CONNECTIONS or self._is_refused(link.peer_id):
             return None

@@ -260,8 +260,7 @@ async def list_members(
             if (beat := link.beat) is not None:
                 state = shown(beat.status), beat.step, beat.round, shown(beat.lineage), beat.speed
                 strikes = await _ask_list(links, link, "strikes", parse_strikes) or ()
-                relayed = await _ask_list(links, link, "relayed", parse_relayed) or {}
-                infos.append(MemberInfo(peer_id, maddrs, role, *state, strikes, relayed))
+                infos.append(MemberInfo(peer_id, maddrs, role, *state, strikes, await ask_relayed(links, link)))
 
     async with observer_links(transport, run_id, closed) as links:
         members = await find_members(directory, run_id, transport.peer_id)
@@ -320,6 +319,11 @@ async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members
         for bucket in range(BUCKETS):
             nursery.start_soon(look, bucket)
     return found
+
+
+async def ask_relayed(links: Links, link: Link) -> dict[PeerId, PeerId]:
+    """What a member says of its links, as `MemberInfo.relayed`; empty if it does not answer within seconds."""
+    return await _ask_list(links, link, "relayed", parse_relayed) or {}
 
 
 async def _ask_list(links: Links, link: Link, what: str, parse: Callable[[bytes], T]) -> T | None:

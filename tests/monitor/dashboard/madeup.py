@@ -41,12 +41,14 @@ class MadeUpSwarm:
 
     Args:
         clock: seconds since the epoch.
+        relayed: what each peer says of its links, as `Sighting.relayed`.
     """
 
     clock: Callable[[], float] = time.time
     peers: dict[str, MadeUpPeer] = field(default_factory=dict)
     now_s: float = 0.0
     round: int = 0
+    relayed: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def start(self, *peer_ids: str, at_s: float) -> None:
         """Start peers; the first one founds the run."""
@@ -96,7 +98,7 @@ class MadeUpSwarm:
         members = (
             Sighting(
                 peer.peer_id, peer.linked, peer.status if peer.linked else "cannot be reached from here", peer.left,
-                peer.step, self.round - 1, "0-x", 1.0, 0.0123, peer.trouble,
+                peer.step, self.round - 1, "0-x", 1.0, 0.0123, peer.trouble, self.relayed.get(peer.peer_id, {}),
             )
             for peer in self.peers.values()
         )  # fmt: skip

@@ -171,6 +171,11 @@ def test_it_can_be_used_by_keyboard_and_read_out(chrome: Chrome) -> None:
         chrome.get(url)
         until(lambda: kinds(chrome) == ["training"] * 4)
         until(lambda: bool(chrome.find_elements(By.CSS_SELECTOR, "#loss-chart canvas")))
+        assert text(chrome, "#ways") == "Rounds and state take direct connections."
+        first, second, _, fourth = ids(4)
+        swarm.relayed = {first: {second: ""}, fourth: {first: "QmRelay", second: "QmRelay"}}
+        until(lambda: text(chrome, "#ways").count("relayed through") == 2)
+        assert "peers 1 and 2: libp2p carries rounds and state" in text(chrome, "#ways")
 
         reached = []
         for _ in range(30):

@@ -11,6 +11,7 @@ import pytest
 from p2ptrain.monitor.curve import MOST_POINTS, Curve
 from p2ptrain.monitor.dashboard import snapshot
 from p2ptrain.monitor.dashboard.curves import POINTS, RANGES, curves
+from p2ptrain.monitor.formatting import short_id
 from p2ptrain.monitor.liveswarm import MOST_PEERS, LiveSwarm
 from p2ptrain.monitor.peerview import MOST_RECENT, PeerView
 from p2ptrain.protocol.event_log.observer import Batch, Sighting, View
@@ -45,6 +46,19 @@ def test_a_peer_that_dies_and_one_that_comes_late() -> None:
     swarm.peers[dead].linked, swarm.peers[dead].left = False, True
     live.take(swarm.take(), swarm.now_s)
     assert snapshot.notices(live)[0]["text"] == "peer 2 left the run at step 100"
+
+
+def test_pairs_without_a_direct_connection_are_told_by_number() -> None:
+    live = LiveSwarm()
+
+    def sighting(peer_id: str, **relayed: str) -> Sighting:
+        return Sighting(peer_id, peer_id != "gone", "training", relayed=relayed)
+
+    told = (sighting("a", b="QmRelayOfTwo", gone=""), sighting("b", a="QmRelayOfTwo", c=""), sighting("c", stranger=""))
+    live.take(View((*told, sighting("gone", a="")), ()), START_S)
+    assert snapshot.overview(live, START_S)["relayed"] == [
+        {"pair": (1, 2), "relay": short_id("QmRelayOfTwo")}, {"pair": (2, 3), "relay": ""},
+    ]  # fmt: skip
 
 
 def test_rounds_say_who_took_part_in_which_way() -> None:

@@ -17,11 +17,14 @@ from p2ptrain.monitor.doctor.reach import (
     check_port,
     check_reachable,
     check_run,
+    check_ways,
     kind_of,
 )
+from p2ptrain.monitor.formatting import short_id
 from p2ptrain.network.dialback import DialBack
 from p2ptrain.network.interfaces import Interface, Way
 from p2ptrain.network.probe import InitialPeer, Probe
+from p2ptrain.protocol.membership.lookup import MemberInfo
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -194,3 +197,16 @@ def test_the_rates_that_were_measured_are_listed() -> None:
         "to …Abcdef: eth0 (192.168.1.5, 1000 Mbit/s) 4.2 ms and 94 Mbit/s (used), "
         "wlan0 (192.168.1.6) 12.1 ms and 2.4 Mbit/s"
     )
+
+
+def test_pairs_without_a_direct_connection_are_counted_once() -> None:
+    def member(peer_id: str, **relayed: str) -> MemberInfo:
+        return MemberInfo(peer_id, (), "trainer", "training", 1, 1, "0-a", 1.0, (), relayed)
+
+    assert list(check_ways([])) == list(check_ways([member("a")])) == []
+    (finding,) = check_ways([member("a"), member("b"), member("c")])
+    assert (finding.mark, finding.text) == (Mark.OK, "between all 3 peers of the run")
+    (finding,) = check_ways([member("a", b="", c="Qm"), member("b", a=""), member("c")])
+    assert finding.mark is Mark.WARNING
+    assert finding.text.startswith("2 of 3 pairs of the run's peers have none")
+    assert finding.text.endswith(f"most of them at {short_id('a')} (2), {short_id('b')} (1), {short_id('c')} (1)")

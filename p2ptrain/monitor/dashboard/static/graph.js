@@ -12,6 +12,8 @@ const FADE_S = 180;
 const MOST_DOTS = 80;
 const FLIGHT_MS = 1100;
 const DOTS_PER_S = 1.5;
+// Pairs of peers without a direct connection that are listed.
+const MOST_WAYS = 6;
 
 export class Graph {
   constructor(root) {
@@ -36,6 +38,7 @@ export class Graph {
     this.link(shown);
     const rate = shown.reduce((sum, peer) => sum + Object.values(peer.to).reduce((a, b) => a + b, 0), 0);
     setText($("traffic"), shown.length ? `${compact(Math.round(rate))} fragments/s` : "");
+    setText($("ways"), ways(overview));
     const training = shown.filter((peer) => peer.kind === "training").length;
     this.root.setAttribute("aria-label", `${shown.length} peers, ${training} of them training; ${Math.round(rate)} fragments per second between them`);
   }
@@ -131,4 +134,12 @@ export class Graph {
     dot.node.setAttribute("cy", (a[1] + (b[1] - a[1]) * share).toFixed(1));
     return true;
   }
+}
+
+// How rounds and state travel between the peers that are here.
+function ways({ up, relayed }) {
+  if (up < 2) return "";
+  const exceptions = relayed.slice(0, MOST_WAYS).map(({ pair: [a, b], relay }) => `peers ${a} and ${b}: ${relay ? `relayed through ${relay}` : "libp2p carries rounds and state"}`);
+  if (relayed.length > MOST_WAYS) exceptions.push(`${relayed.length - MOST_WAYS} more pairs`);
+  return exceptions.length ? `Without a direct connection: ${exceptions.join("; ")}.` : "Rounds and state take direct connections.";
 }

@@ -36,6 +36,7 @@ from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_policy import join_of
 from tests.protocol.test_round_faults import after, when
 from tests.protocol.test_rounds import Witness, common, start_all
+from tests.protocol.wiring import chunk_message
 
 BLOCKS = 2500
 WEIGHTS = {"a": 3.0, "b": 1.0, "c": 2.0}
@@ -73,13 +74,15 @@ def whole_round(
     reports: dict[int, Reduced] = {}
     for i, part in enumerate(plan):
         senders = [c for c in CONTRIBUTORS if c.peer_id in (part.senders or WEIGHTS)]
-        collection = Collection(i, part, [c.peer_id for c in senders], Grid(BLOCKS), codec, TIMEOUTS, 0.0)
+        collection = Collection(
+            part, [c.peer_id for c in senders], Grid(BLOCKS), codec, TIMEOUTS, 0.0, num_stepped=BLOCKS, audited=False
+        )
         bounds = Grid(BLOCKS).bounds(part.start, part.stop)
         for c in senders:
             for low, high in bounds:
                 chunk = codec.encode(factor * vectors[c.peer_id][low:high])
-                collection.add(c.peer_id, low, high, chunk, 0.0, checked=True)
-        gram = collection.gram(senders, BLOCKS)
+                collection.add(c.peer_id, chunk_message(low, high), chunk, 0.0, checked=True)
+        gram = collection.gram(senders)
         named = {hashlib.sha256(b).hexdigest(): bytes(b) for b in averaging.reduce(bounds, collection.chunks, senders)}
         blobs.update(named)
         reports[i] = Reduced("0-g", 1, ATTEMPT, i, tuple(named), gram(), False)

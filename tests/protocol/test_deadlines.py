@@ -53,7 +53,7 @@ from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_policy import arrived_of
 from tests.protocol.test_rounds import common
-from tests.protocol.wiring import Endpoint, hello_of, linked_pair, start_endpoint, until
+from tests.protocol.wiring import Endpoint, chunk_message, hello_of, linked_pair, start_endpoint, until
 
 # --- a silent peer --------------------------------------------------------------------------------------------------
 
@@ -290,9 +290,13 @@ def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
     assert measured.stall_s("a", 0.0, 0.5) == STALL_S
 
 
+def collection_of(senders: list[str], measured: Timeouts) -> Collection:
+    part, codec = RosterPart(0, 2048, "b", ()), gradient_codec(RunConfig())
+    return Collection(part, senders, Grid(2048), codec, measured, 0.0, num_stepped=2048, audited=False)
+
+
 def test_a_reducer_does_not_give_up_its_own_outer_gradient() -> None:
-    codec = gradient_codec(RunConfig())
-    collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a", "b"], Grid(2048), codec, timeouts(), 0.0)
+    collection = collection_of(["a", "b"], timeouts())
     assert collection.give_up_stalled(STALL_S + 1.0, {})
     assert collection.failed == {"a"}
 
@@ -304,11 +308,11 @@ def test_who_was_left_out_as_too_slow_is_given_longer_in_the_next_attempt() -> N
 
     def attempt() -> Collection:
         """Two chunks, the second of which takes six seconds."""
-        collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a"], Grid(2048), codec, measured, 0.0)
-        collection.add("a", 0, 1024, chunk, 0.5)
+        collection = collection_of(["a"], measured)
+        collection.add("a", chunk_message(0, 1024), chunk, 0.5)
         for now in (2.0, 4.0, 6.0):
             collection.give_up_stalled(now, {})
-        collection.add("a", 1024, 2048, chunk, 6.5)
+        collection.add("a", chunk_message(1024, 2048), chunk, 6.5)
         return collection
 
     assert attempt().failed == {"a"}

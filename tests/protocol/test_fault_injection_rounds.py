@@ -29,9 +29,10 @@ from p2ptrain.protocol.rounds.events import Averaged, Event, Held, MemberFailed,
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import PartStore
+from p2ptrain.protocol.rounds.reducer import Reducer
 from p2ptrain.protocol.rounds.schedule import Schedule
+from p2ptrain.protocol.rounds.sender import Sender
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import KIND_OF, Join
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_round_faults import after
@@ -202,15 +203,15 @@ PHASES: dict[str, Inject] = {
     "participation begun": method(Attempts, "_take_part", of_engine("_attempts")),
     "join": method(Participation, "_join", of_context),
     "promise": event(Prepared),
-    "plan of a member": method(Transfer, "__init__", lambda fault: lambda self, context, *_: context.peer_id == "b"),
+    "plan of a member": method(Sender, "__init__", lambda fault: lambda self, context, *_: context.peer_id == "b"),
     "encode": encode,
-    "send": method(Transfer, "send", of_context),
-    "send one part": method(Transfer, "_send_part", of_context),
+    "send": method(Sender, "send", of_context),
+    "send one part": method(Sender, "_send_part", of_context),
     "collect": method(Collection, "add", collections_of_b),
     "collect early": method(EarlyChunks, "take", lambda fault: lambda *_: True),
-    "stall watch": method(Transfer, "give_up_stalled", of_context),
-    "report": method(Transfer, "_report", of_context),
-    "average": method(Transfer, "average_expected", of_context),
+    "stall watch": method(Reducer, "give_up_stalled", of_context),
+    "report": method(Reducer, "_report", of_context),
+    "average": method(Reducer, "_average_expected", of_context),
     "average a chunk": method(Parts, "merge", lambda fault: lambda self, *_: self is _engine(fault).context.averaging),
     "plan of a leader": method(AveragingLeader, "run", of_context),
     "leader waits for contributions": method(AveragingLeader, "_await_contributions", of_context),

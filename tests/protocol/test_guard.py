@@ -18,15 +18,18 @@ from p2ptrain.algorithms.codec.floats import NONE
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.averaging.parts import Parts
+from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.transfer import Transfer
+from p2ptrain.protocol.rounds.reducer import Reducer
+from p2ptrain.protocol.rounds.sender import Sender
+from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.messages import Arrived, Attempt, Head, Message, Part, Record, RosterPart
 from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
+from tests.protocol.wiring import chunk_message
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 X, Y = ("x", "x.1"), ("y", "y.1")
@@ -87,18 +90,19 @@ def test_a_contribution_of_scale_a_million_is_left_out_and_training_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("method", "reason"), [("send", ""), ("collect", "its outer gradient was left out: it came too late")]
+    ("owner", "method", "reason"),
+    [(Sender, "send", ""), (Reducer, "collect", "its outer gradient was left out: it came too late")],
 )
 def test_a_member_says_that_it_was_left_out_if_it_has_sent_everything(
-    method: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    owner: type, method: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """x sends nothing, or the reducers drop what it sends."""
 
-    async def send(self: Transfer) -> None:
+    async def send(self: Any) -> None:
         if self._context.peer_id != "x":
             await honest(self)
 
-    def collect(self: Transfer, sender: str, *args: Any, **options: Any) -> None:
+    def collect(self: Any, sender: str, *args: Any, **options: Any) -> None:
         if sender != "x":
             honest(self, sender, *args, **options)
 
@@ -107,12 +111,12 @@ def test_a_member_says_that_it_was_left_out_if_it_has_sent_everything(
             start_all(s, "abx")
             await s.until(lambda: common(s, 1, 3))
             began = trio.current_time()
-            monkeypatch.setattr(Transfer, method, {"send": send, "collect": collect}[method])
+            monkeypatch.setattr(owner, method, {"send": send, "collect": collect}[method])
             await s.until(lambda: len(rounds_since(s, began + 0.5, "x")[0]) >= 2, within_s=60)
             for missed in rounds_since(s, began + 0.5, "x")[0]:
                 assert (missed["late"], missed["reason"]) == (True, reason)
 
-    honest: Any = getattr(Transfer, method)
+    honest: Any = getattr(owner, method)
     run_virtual(main)
 
 
@@ -281,10 +285,12 @@ def test_a_reducer_refuses_a_gradient_whose_norm_its_leader_would_refuse() -> No
     part = RosterPart(0, 2, "r", ())
 
     def refused(value: float) -> dict[str, WireError]:
-        inspection = Inspection(part, NONE, Grid(2), compared=2, sealed=False)
-        inspection.add("x", 0, NONE.encode(np.full((2, 64), value, np.float32)), b"", ())
-        by_sender = inspection.note([inspection.measure(chunk) for chunk in inspection.take({"x"}, 1)])
-        assert by_sender.keys() | inspection.norms.keys() == {"x"}
+        timeouts = Timeouts(peer_timeout_s=30.0, round_timeout_s=60.0)
+        collection = Collection(part, ["x"], Grid(2), NONE, timeouts, 0.0, num_stepped=2, audited=False)
+        collection.add("x", chunk_message(0, 2), NONE.encode(np.full((2, 64), value, np.float32)), 0.0)
+        by_sender = collection.note([collection.measure(chunk) for chunk in collection.take_unmeasured(1)])
+        assert by_sender.keys() == collection.failed
+        assert by_sender.keys() | collection.norms.keys() == {"x"}
         return by_sender
 
     assert not refused(1.9e12)

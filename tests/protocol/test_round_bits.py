@@ -19,11 +19,12 @@ from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
+from p2ptrain.protocol.rounds.collection import Collection, ReceivedChunk
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.expected_mean import ExpectedMean
 from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.inspection import Inspection, ReceivedChunk
 from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunk
+from p2ptrain.protocol.rounds.reducer import ExpectedMean
+from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.messages import Contributor, Part, Record, RosterPart
 from p2ptrain.settings.config import RunConfig
 
@@ -32,6 +33,7 @@ BLOCKS = 12 * CHUNK_BLOCKS + 500
 STEPPED = BLOCKS - 300
 BOUNDS = Grid(BLOCKS).bounds(0, BLOCKS)
 MEMBERS = ("a", "b", "c")
+TIMEOUTS = Timeouts(peer_timeout_s=30.0, round_timeout_s=60.0)
 
 
 def values(seed: int) -> np.ndarray:
@@ -53,9 +55,9 @@ async def play(workers: Workers, run: RunConfig) -> tuple[object, ...]:
         )
         await in_parallel(workers, functools.partial(own.encode, state.anchor, codec), BOUNDS)
         own.seal(await in_parallel(workers, own.leaf, BOUNDS))
-    inspection = Inspection(part, codec, Grid(BLOCKS), compared=STEPPED, sealed=True)
+    collection = Collection(part, MEMBERS, Grid(BLOCKS), codec, TIMEOUTS, 0.0, num_stepped=STEPPED, audited=True)
     received = [ReceivedChunk(name, start, own.chunks[start]) for name, own in gradients.items() for start, _ in BOUNDS]
-    measures = await in_parallel(workers, inspection.measure, received)
+    measures = await in_parallel(workers, collection.measure, received)
     expected = ExpectedMean(
         Grid(BLOCKS).bounds(part.start, part.stop),
         [Contributor(name, f"{name}.1", 1.0, b"") for name in MEMBERS],

@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from p2ptrain.memory_network import PacketFault
-from p2ptrain.protocol.rounds import leader
+from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
@@ -61,7 +61,7 @@ def when(
 def leaders_order_where_the_order_is_hit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaders tell reducers whom to average, as where others contribute than were expected."""
     if messages.Reduce in getattr(request.node, "callspec", SimpleNamespace(params={})).params.values():
-        monkeypatch.setattr(leader, "without_roots", lambda contributors: None)
+        monkeypatch.setattr(policy, "without_roots", lambda contributors: None)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, pytest.param(8, marks=pytest.mark.long)])

@@ -28,8 +28,8 @@ from p2ptrain.protocol.rounds import collection
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
 from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.sender import Sender
 from p2ptrain.protocol.rounds.timeouts import REPORT_S
-from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Abort,
@@ -57,7 +57,7 @@ from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_policy import arrived_of
 from tests.protocol.test_round_faults import after
 from tests.protocol.test_rounds import common, start_all
-from tests.protocol.wiring import Endpoint
+from tests.protocol.wiring import Endpoint, chunk_message
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 
@@ -216,9 +216,9 @@ def test_a_member_that_withdraws_and_reduces_nothing_is_left_out_of_the_same_att
         async with swarm(PLAIN) as s:
             start_all(s, "abcd")  # of whom three average the three chunks
             await s.until(lambda: common(s, 1, 4))
-            send, withdrawn, aborted = Transfer.send, [], []
+            send, withdrawn, aborted = Sender.send, [], []
 
-            async def send_unless(self: Transfer) -> None:
+            async def send_unless(self: Sender) -> None:
                 own, reducers = self._context.peer_id, {part.reducer for part in self._roster.parts}
                 if own not in reducers and not withdrawn:
                     withdrawn.append(own)
@@ -230,7 +230,7 @@ def test_a_member_that_withdraws_and_reduces_nothing_is_left_out_of_the_same_att
                     aborted.append(source)
                 return PacketFault.NONE
 
-            monkeypatch.setattr(Transfer, "send", send_unless)
+            monkeypatch.setattr(Sender, "send", send_unless)
             s.network.fault = note
             began = trio.current_time()
             await s.until(lambda: bool(withdrawn) and len(s.peers["a"].rounds()) and after(s, began, 3), within_s=30)
@@ -641,10 +641,6 @@ def test_a_deferred_message_that_fails_closes_the_link_of_its_sender(
 
 INT8, BLOCKS = codec("int8"), 4 * CHUNK_BLOCKS
 CHUNK = INT8.encode(np.zeros((CHUNK_BLOCKS, 64), np.float32))
-
-
-def chunk_message(start: int, stop: int) -> Contribution:
-    return Contribution("0-g", 1, Attempt(1, "a", "a.1"), start, stop, b"", ())
 
 
 def test_early_chunks_take_two_encoded_models_at_most_and_one_of_each_sender() -> None:

@@ -19,7 +19,7 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.slices import Slice
 from p2ptrain.protocol.exchange.types import RoundReport, Snapshot
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.rounds import commit, snapshot, transfer
+from p2ptrain.protocol.rounds import commit, reducer, snapshot
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Attempt, Call, Record, Reduce, Request
 from p2ptrain.protocol.wire.transport import Compute
@@ -404,7 +404,7 @@ def test_a_slow_reducer_averages_whom_its_leader_names(
 ) -> None:
     """The order comes while the last chunks of the expected mean are in a worker thread, which is not cancelled."""
     caplog.set_level(logging.DEBUG, "p2ptrain.protocol.rounds")
-    guarded, whole = AveragingLeader._guarded, transfer.in_parallel
+    guarded, whole = AveragingLeader._guarded, reducer.in_parallel
     monkeypatch.setattr(
         AveragingLeader, "_guarded",
         lambda self, joins, included: guarded(self, joins, [member for member in included if member != "c"]),
@@ -417,7 +417,7 @@ def test_a_slow_reducer_averages_whom_its_leader_names(
             await trio.sleep(0.5)
         return [work(piece) for piece in pieces]
 
-    monkeypatch.setattr(transfer, "in_parallel", slow_to_average)
+    monkeypatch.setattr(reducer, "in_parallel", slow_to_average)
 
     async def main() -> None:
         async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:

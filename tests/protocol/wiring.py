@@ -14,7 +14,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.wire.closed_run import ClosedRun
-from p2ptrain.protocol.wire.messages import Beat, Hello, Message, Request
+from p2ptrain.protocol.wire.messages import Attempt, Beat, Contribution, Hello, Message, Request
 from p2ptrain.protocol.wire.transport import Refusal, no_refusal
 
 OnRequest = Callable[[Link, Request], Awaitable[None]]
@@ -144,3 +144,8 @@ async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> Non
     with trio.fail_after(within_s):
         while not condition():
             await trio.sleep(0.01)
+
+
+def chunk_message(start: int, stop: int) -> Contribution:
+    """Of the first attempt of round 1, without a commitment."""
+    return Contribution("0-g", 1, Attempt(1, "a", "a.1"), start, stop, b"", ())

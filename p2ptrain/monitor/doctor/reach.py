@@ -237,14 +237,14 @@ def check_run(run_id: str, found: RunConfig | None, members: int) -> Finding:
 
 def check_ways(members: Sequence[MemberInfo]) -> Iterator[Finding]:
     """Check whether the peers of a run have direct connections for rounds and state, as they say themselves."""
-    without = {frozenset((member.peer_id, other)) for member in members for other in member.relayed}
+    without = {tuple(sorted((member.peer_id, other))) for member in members for other in member.relayed}
     pairs = math.comb(len(members), 2)
     if not pairs:
         return
     if not without:
         yield Finding("direct connections", Mark.OK, f"between all {count(len(members), 'peer')} of the run")
         return
-    blocked = Counter(peer_id for pair in without for peer_id in pair)
+    blocked = Counter(peer_id for pair in sorted(without) for peer_id in pair)
     most = ", ".join(f"{short_id(peer_id)} ({number})" for peer_id, number in blocked.most_common(MOST_NAMED))
     yield Finding(
         "direct connections", Mark.WARNING,

@@ -12,10 +12,10 @@ It has three parts:
   on it.
 - **The driver** connects both to links, clock and training thread. `driver` has the head, and acts when it is time.
   `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt (`snapshot`
-  and `contribution` hold its outer gradient, `transfer` and `collection` send and receive chunks, `expected_mean`
-  averages them as they arrive, `inspection` measures them, `mean_guard` refuses a mean), `leader` leads the averaging
-  of one. `commit` applies a decided round: `fetching` gets its bytes, `outer_step` changes the anchor. `audit` averages
-  a part again after it. `liveness` lists the live peers.
+  and `contribution` hold its outer gradient, `sender` sends its chunks, `reducer` averages those of one part, which
+  `collection` holds and measures, `mean_guard` refuses a mean), `leader` leads the averaging of one. `commit` applies a
+  decided round: `fetching` gets its bytes, `outer_step` changes the anchor. `audit` averages a part again after it.
+  `liveness` lists the live peers.
 
 The steps of a round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers, means back → Reduced
 (after a Reduce, if others contribute than were expected) → `record` → Propose → fetch, Ready → Commit → outer step →

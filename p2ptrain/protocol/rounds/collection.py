@@ -1,19 +1,22 @@
-"""The encoded chunks that a reducer receives for one part of an attempt, checked on arrival.
+"""The chunks of the part that this member averages, as they arrive, and what they measure; and those before the roster.
 
-Chunks stay encoded, and are kept until the leader has named the contributors. `EarlyChunks` holds chunks that arrive
-before the roster.
+All chunks are measured, and hashed where members commit to theirs by a Merkle root: a sample would miss a member that
+puts all its weight into one chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from p2ptrain.algorithms.codec import Codec, Encoded
+from p2ptrain.algorithms.merkle import leaf_hash
 from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Chunks
+from p2ptrain.protocol.rounds.checks import most_square
 from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.timeouts import SLOWEST_BYTES_S, Timeouts
 from p2ptrain.protocol.wire.messages import Contribution, Contributor, RosterPart
@@ -24,6 +27,8 @@ MOST_EARLY_MODELS = 2
 # Outer gradients are compared in pairs if there are at most MAX_COMPARED, in about SAMPLED_CHUNKS of each part.
 MAX_COMPARED = 16
 SAMPLED_CHUNKS = 8
+# Chunks that a worker thread measures at a time: each visit costs as much CPU as measuring five (measured, int8).
+CHUNKS_MEASURED = 16
 
 
 def check_bytes(codec: Codec, start: int, stop: int, data: Encoded) -> None:
@@ -33,47 +38,78 @@ def check_bytes(codec: Codec, start: int, stop: int, data: Encoded) -> None:
     codec.check(data, stop - start)
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedChunk:
+    """A chunk of a member that was not measured yet."""
+
+    sender: PeerId
+    start: int
+    data: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A chunk's squared norm, and its leaf hash (empty if the run has no audits)."""
+
+    sender: PeerId
+    start: int
+    squared_norm: float
+    leaf: bytes
+
+
 class Collection:
-    """The chunks of one part, the roster's `number`th.
+    """The chunks of one part.
+
+    Args:
+        senders: the members that send it.
+        num_stepped: the number of the vector's blocks, from the first, that are outer gradients: only these count for
+            norms and products.
+        audited: whether members commit to their chunks.
 
     Attributes:
         chunks: by sender, then by first block.
         complete, failed: senders whose chunks are all here, and senders that were excluded.
+        norms: squared norms of members whose chunks were all measured.
+        roots: the Merkle roots of the same members, checked; empty ones if not `audited`.
     """
 
     def __init__(
-        self,
-        number: int,
-        part: RosterPart,
-        senders: Sequence[PeerId],
-        grid: Grid,
-        codec: Codec,
-        timeouts: Timeouts,
-        now: float,
-    ) -> None:
-        self.number = number
-        self.part = part
+        self, part: RosterPart, senders: Sequence[PeerId], grid: Grid, codec: Codec, timeouts: Timeouts, now: float, *,
+        num_stepped: int, audited: bool,
+    ) -> None:  # fmt: skip
         self.complete: set[PeerId] = set()
         self.failed: set[PeerId] = set()
         self.chunks: Chunks = {sender: {} for sender in senders}
+        self.norms: dict[PeerId, float] = {}
+        self.roots: dict[PeerId, bytes] = {}
+        self._part = part
+        self._grid = grid
         self._codec = codec
         self._timeouts = timeouts
+        self._num_stepped = num_stepped
+        self._audited = audited
         self._bounds = dict(grid.bounds(part.start, part.stop))
         # A chunk on the slowest line, which carries one to each reducer.
         self._slowest_s = len(senders) * codec.size_bytes(grid.chunk_blocks) / SLOWEST_BYTES_S
         # Of senders whose chunks are awaited.
         self._progress_at = dict.fromkeys(senders, now)
+        self._unmeasured: list[ReceivedChunk] = []
+        self._measured: dict[PeerId, dict[int, Measured]] = {sender: {} for sender in senders}
+        self._seals: dict[PeerId, tuple[bytes, tuple[bytes, ...]]] = {}
 
-    def add(self, sender: PeerId, start: int, stop: int, data: Encoded, now: float, *, checked: bool = False) -> bool:
-        """Add one chunk; True if its sender is complete now. Raises WireError if it is off the plan or does not decode.
+    def add(
+        self, sender: PeerId, message: Contribution, data: Encoded, now: float, *, checked: bool = False
+    ) -> bool:  # fmt: skip
+        """Add one chunk; False if it is not awaited. Raises WireError if it is off the plan or does not decode.
 
         Args:
             checked: the bytes were checked before, or are our own.
         """
+        start, stop = message.start, message.stop
         if sender not in self._progress_at:
             return False
         if self._bounds.get(start) != stop:
-            raise WireError(f"chunk [{start}, {stop}) is not of part [{self.part.start}, {self.part.stop})")
+            raise WireError(f"chunk [{start}, {stop}) is not of part [{self._part.start}, {self._part.stop})")
         if not checked:
             check_bytes(self._codec, start, stop, data)
         chunks = self.chunks[sender]
@@ -81,12 +117,15 @@ class Collection:
             # The first one was measured, and hashed.
             return False
         chunks[start] = data
+        self._unmeasured.append(ReceivedChunk(sender, start, data))
+        if message.root:
+            self._seals[sender] = message.root, message.proof
         self._timeouts.note_wait(sender, now - self._progress_at[sender])
         self._progress_at[sender] = now
         if len(chunks) == len(self._bounds):
             self.complete.add(sender)
             del self._progress_at[sender]
-        return sender in self.complete
+        return True
 
     def fail(self, sender: PeerId) -> bool:
         """Exclude a sender; True if it was awaited."""
@@ -95,12 +134,6 @@ class Collection:
         self.failed.add(sender)
         self.chunks[sender] = {}
         return True
-
-    def reject(self, sender: PeerId) -> None:
-        """Exclude a sender whose chunks are complete, but were refused."""
-        self.complete.discard(sender)
-        self.failed.add(sender)
-        self.chunks[sender] = {}
 
     def clear(self) -> None:
         """Drop all chunks, and await no more."""
@@ -115,7 +148,7 @@ class Collection:
         stalled = [
             sender
             for sender, at in self._progress_at.items()
-            if sender != self.part.reducer
+            if sender != self._part.reducer
             and now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0), self._slowest_s)
         ]
         for sender in stalled:
@@ -123,18 +156,68 @@ class Collection:
             self.fail(sender)
         return bool(stalled)
 
-    def gram(self, contributors: Sequence[Contributor], compared: int) -> Callable[[], tuple[float, ...]]:
+    def take_unmeasured(self, threads: int) -> list[ReceivedChunk]:
+        """Chunks to measure in so many worker threads; empty while it is better to wait for more."""
+        if len(self._unmeasured) < CHUNKS_MEASURED and self.complete <= self.norms.keys():
+            return []
+        most = CHUNKS_MEASURED * threads
+        taken, self._unmeasured = self._unmeasured[:most], self._unmeasured[most:]
+        return taken
+
+    def measure(self, chunk: ReceivedChunk) -> Measured:
+        """Measure a chunk. Changes nothing; for worker threads."""
+        num_blocks, counted = self._bounds[chunk.start] - chunk.start, max(0, self._num_stepped - chunk.start)
+        square = self._codec.squared_norm(chunk.data, num_blocks, counted)
+        return Measured(chunk.sender, chunk.start, square, leaf_hash(chunk.data) if self._audited else b"")
+
+    def note(self, chunks: Sequence[Measured]) -> dict[PeerId, WireError]:
+        """Take the results of `measure`. Excludes members whose chunks are too large or not under their root: returns
+        them, with the reason.
+        """
+        refused: dict[PeerId, WireError] = {}
+        for chunk in chunks:
+            measured = self._measured[chunk.sender]
+            measured[chunk.start] = chunk
+            if len(measured) == len(self._bounds):
+                try:
+                    square, root = self._square_of(chunk.sender), self._root_of(chunk.sender)
+                    self.norms[chunk.sender], self.roots[chunk.sender] = square, root
+                except WireError as error:
+                    refused[chunk.sender] = error
+                    self.complete.discard(chunk.sender)
+                    self.failed.add(chunk.sender)
+                    self.chunks[chunk.sender] = {}
+        return refused
+
+    def _square_of(self, sender: PeerId) -> float:
+        measured, most = self._measured[sender], most_square(self._part.stop - self._part.start)
+        square = sum(measured[start].squared_norm for start in self._bounds)
+        if not square <= most:
+            # The leader would refuse our report.
+            raise WireError(f"its outer gradient has squared norm {square:.3g}: must be at most {most:.3g}")
+        return square
+
+    def _root_of(self, sender: PeerId) -> bytes:
+        if not self._audited:
+            return b""
+        root, proof = self._seals.get(sender, (b"", ()))
+        leaves = [self._measured[sender][start].leaf for start in self._bounds]
+        self._grid.check_leaves(leaves, self._part.start, proof, root)
+        return root
+
+    def gram(self, contributors: Sequence[Contributor]) -> Callable[[], tuple[float, ...]]:
         """What computes the inner products of the contributors' outer gradients in this part, row by row.
 
         They are estimated from a sample of chunks, and left out if there are too many contributors. Call the result in
         a worker thread. It holds the chunks of the sample, which may be dropped here meanwhile.
-
-        Args:
-            compared: the number of the vector's blocks, from the first, that are outer gradients.
         """
         if len(contributors) > MAX_COMPARED:
             return tuple
-        comparable = {start: min(stop, compared) - start for start, stop in self._bounds.items() if start < compared}
+        comparable = {
+            start: min(stop, self._num_stepped) - start
+            for start, stop in self._bounds.items()
+            if start < self._num_stepped
+        }
         sampled = dict(list(comparable.items())[:: max(1, len(comparable) // SAMPLED_CHUNKS)])
         encoded = {start: [self.chunks[c.peer_id][start] for c in contributors] for start in sampled}
 

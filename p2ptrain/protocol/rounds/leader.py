@@ -18,7 +18,6 @@ from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.checks import check_arrived
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.expected_mean import without_roots
 from p2ptrain.protocol.rounds.record import record_of
 from p2ptrain.protocol.rounds.timeouts import SILENT_REDUCER_S, PeerBackoff
 from p2ptrain.protocol.wire import messages as m
@@ -129,7 +128,7 @@ class AveragingLeader:
         included = await self._await_contributions()
         contributors = self._contributors = self._guarded(joins, included)
         left = self._parts_left(included)
-        if without_roots(contributors) != self._expected:
+        if policy.without_roots(contributors) != self._expected:
             self._expected, self._reports = (), {}
             for part in left:
                 order = m.Reduce(head.lineage, head.round + 1, self.attempt, contributors)

@@ -21,8 +21,9 @@ from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.record import check_company, check_proposal, expected, name_of
+from p2ptrain.protocol.rounds.reducer import Reducer
+from p2ptrain.protocol.rounds.sender import Sender
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -59,7 +60,8 @@ class Participation:
         self._avoid = avoid
         self._orders_send, self._orders = trio.open_memory_channel[Order](MAX_ORDERS)
         self._early = EarlyChunks(context.codec, context.grid)
-        self._transfer: Transfer | None = None
+        self._sender: Sender | None = None
+        self._reducer: Reducer | None = None
         self._fetching = self._held = False
 
     @property
@@ -69,16 +71,16 @@ class Participation:
             return "agreeing"
         if self._fetching:
             return "fetching the mean"
-        if self._transfer is None:
+        if self._sender is None:
             return "gathering"
         if self.has_sent:
             return "averaging"
-        return f"sending {self._transfer.num_sent}/{self._transfer.num_chunks}"
+        return f"sending {self._sender.num_sent}/{self._sender.num_chunks}"
 
     @property
     def has_sent(self) -> bool:
         """Whether we have sent our whole outer gradient."""
-        return self._transfer is not None and self._transfer.num_sent == self._transfer.num_chunks
+        return self._sender is not None and self._sender.num_sent == self._sender.num_chunks
 
     def deliver(self, order: Order) -> None:
         """Queue an order of the leader or of the consensus."""
@@ -89,22 +91,22 @@ class Participation:
 
     def contribute(self, sender: PeerId, message: Contribution, data: bytes) -> None:
         """Add one chunk of a member's outer gradient. Raises WireError if it is off the plan."""
-        if self._transfer is not None:
-            self._transfer.collect(sender, message, data)
-        else:
+        if self._sender is None:
             self._early.add(sender, message, data)
+        elif self._reducer is not None:
+            self._reducer.collect(sender, message, data)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""
-        if self._transfer is not None:
-            self._transfer.note_lost(peer_id)
-        else:
+        if self._sender is None:
             self._early.overrun.add(peer_id)
+        elif self._reducer is not None:
+            self._reducer.note_lost(peer_id)
 
     def give_up_stalled(self) -> None:
         """Exclude senders that make no progress; called a few times a second."""
-        if self._transfer is not None:
-            self._transfer.give_up_stalled()
+        if self._reducer is not None:
+            self._reducer.give_up_stalled()
 
     async def run(self, window_s: float) -> None:
         """Take part until cancelled, or until an error, which is reported to the consensus and not raised.
@@ -119,21 +121,17 @@ class Participation:
                     sending = trio.CancelScope()
                     async for order in self._orders:
                         match order:
-                            case Roster() if self._transfer is None:
-                                self._transfer = transfer = Transfer(
-                                    self._context, order, self._taker, self._early, self._tell
-                                )
-                                nursery.start_soon(self._send, transfer, sending)
-                                nursery.start_soon(transfer.report_forever)
-                                nursery.start_soon(transfer.inspect_forever)
-                                nursery.start_soon(transfer.average_expected)
-                            case Reduce() if self._transfer is not None:
+                            case Roster() if self._sender is None:
+                                nursery.start_soon(self._send, self._begin(order), sending)
+                                if self._reducer is not None:
+                                    nursery.start_soon(self._reducer.run)
+                            case Reduce() if self._reducer is not None:
                                 # Sending goes on while we reduce for others.
-                                nursery.start_soon(self._transfer.reduce, order)
+                                nursery.start_soon(self._reducer.reduce, order)
                             case Fetch(record=record) if not self._fetching:
                                 sending.cancel()
-                                if self._transfer is not None:
-                                    self._transfer.end()
+                                if self._reducer is not None:
+                                    self._reducer.end()
                                 self._fetching = True
                                 nursery.start_soon(self._hold, record)
             except* (RoundFailedError, PeerLostError, WireError) as errors:
@@ -158,14 +156,26 @@ class Participation:
         check_join(join)
         self._apply(Prepared(self.attempt, join))
 
-    async def _send(self, transfer: Transfer, scope: trio.CancelScope) -> None:
+    def _begin(self, roster: Roster) -> Sender:
+        """Begin what the roster plans for us."""
+        context = self._context
+        context.parts.begin_attempt(roster)
+        for number, part in enumerate(roster.parts):
+            if part.reducer == context.peer_id:
+                self._reducer = Reducer(context, roster, number, self._tell)
+        self._sender = Sender(context, roster, self._taker, self._reducer)
+        if self._reducer is not None:
+            self._reducer.take(self._early)
+        return self._sender
+
+    async def _send(self, sender: Sender, scope: trio.CancelScope) -> None:
         with scope:
-            await transfer.send()
+            await sender.send()
 
     async def _hold(self, record: Record) -> None:
         check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
         # A leader without a roster proposes the record of an attempt before, which may name anybody.
-        leads = self.attempt.leader == self._context.peer_id and self._transfer is not None
+        leads = self.attempt.leader == self._context.peer_id and self._sender is not None
         context = self._context
         # Our READY for this record may have decided it, so it must not depend on whom we see now.
         is_accepted = context.parts.accepted() == record
@@ -180,7 +190,7 @@ class Participation:
             norms = await self._fetch(record)
         except PeerLostError:
             # Without a roster, who reported the record may have made up its holders.
-            if self._transfer is not None:
+            if self._sender is not None:
                 for holder in self._context.parts.holders_missed(record) - {self._context.peer_id}:
                     self._avoid(holder)
             raise
@@ -193,8 +203,8 @@ class Participation:
         name = name_of(record, self._context.liveness.own, self._context.averaging)
         if name is not None and not self._taker.gave(name):
             raise RoundFailedError("the record names another outer gradient of ours than we sent")
-        if self._transfer is not None:
-            self._transfer.check_record(record)
+        if self._reducer is not None:
+            self._reducer.check_record(record)
 
     async def _check_mean(self, record: Record, norms: SpanNorms) -> None:
         """Raises RoundFailedError if the mean is far larger than those of the last rounds."""

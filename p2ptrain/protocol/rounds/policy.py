@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.draw import drawn
-from p2ptrain.protocol.wire.messages import Join, RosterPart
+from p2ptrain.protocol.wire.messages import Contributor, Join, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -216,3 +216,8 @@ def conflicts_of(
             if root != agreed:
                 conflicts[part].add(member)
     return conflicts
+
+
+def without_roots(contributors: Sequence[Contributor]) -> tuple[Contributor, ...]:
+    """As a roster names them, before their Merkle roots are known."""
+    return tuple(Contributor(c.peer_id, c.incarnation, c.weight, b"") for c in contributors)

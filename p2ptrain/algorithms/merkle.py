@@ -1,7 +1,7 @@
 """A Merkle tree over the chunks of a vector: one hash that commits to all of them, and short proofs for ranges.
 
 Leaves and inner nodes are hashed with different prefixes, as in RFC 6962 (Certificate Transparency), so that no inner
-node can be passed off as a leaf. The tree over leaves [low, high) splits at the middle. SHA-256 throughout.
+node can be passed off as a leaf. The tree over leaves [low, high) splits at the middle. BLAKE3 throughout.
 
 A proof is for a range of leaves, not for one: it has the roots of the subtrees beside the range, in order. For a part
 of a round that is about 2 log2 n hashes in all, instead of log2 n with each chunk.
@@ -9,8 +9,9 @@ of a round that is about 2 log2 n hashes in all, instead of log2 n with each chu
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
+
+from blake3 import blake3
 
 from p2ptrain.errors import WireError
 
@@ -22,13 +23,13 @@ _LEAF, _NODE = b"\x00", b"\x01"
 
 def leaf_hash(data: bytes | memoryview) -> bytes:
     """The hash of one chunk."""
-    hashed = hashlib.sha256(_LEAF)
+    hashed = blake3(_LEAF)
     hashed.update(data)
     return hashed.digest()
 
 
 def _node_hash(left: bytes, right: bytes) -> bytes:
-    return hashlib.sha256(_NODE + left + right).digest()
+    return blake3(_NODE + left + right).digest()
 
 
 class Tree:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 
 import pytest
+from blake3 import blake3
 
 from p2ptrain.algorithms.merkle import MAX_PROOF, Tree, leaf_hash, root_of
 from p2ptrain.errors import WireError
@@ -16,10 +16,10 @@ def leaves_of(count: int) -> list[bytes]:
 
 
 def test_the_root_is_that_of_the_definition() -> None:
-    a, b, c = (hashlib.sha256(b"\0" + bytes([number])).digest() for number in range(3))
-    inner = hashlib.sha256(b"\1" + b + c).digest()
+    a, b, c = (blake3(b"\0" + bytes([number])).digest() for number in range(3))
+    inner = blake3(b"\1" + b + c).digest()
     assert Tree(leaves_of(1)).root == a
-    assert Tree(leaves_of(3)).root == hashlib.sha256(b"\1" + a + inner).digest()
+    assert Tree(leaves_of(3)).root == blake3(b"\1" + a + inner).digest()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
@@ -45,6 +45,6 @@ def test_every_range_is_proved_and_no_other_leaves_are(count: int) -> None:
 
 def test_an_inner_node_is_no_leaf() -> None:
     leaves = leaves_of(4)
-    halves = [hashlib.sha256(b"\1" + leaves[i] + leaves[i + 1]).digest() for i in (0, 2)]
+    halves = [blake3(b"\1" + leaves[i] + leaves[i + 1]).digest() for i in (0, 2)]
     assert Tree(halves).root == Tree(leaves).root  # of hashes; of chunks it cannot be:
     assert leaf_hash(leaves[0] + leaves[1]) != halves[0]

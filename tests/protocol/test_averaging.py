@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 import textwrap
 import types
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
+from blake3 import blake3
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from p2ptrain.errors import WireError
@@ -83,7 +83,7 @@ def whole_round(
                 chunk = codec.encode(factor * vectors[c.peer_id][low:high])
                 collection.add(c.peer_id, chunk_message(low, high), chunk, 0.0, checked=True)
         gram = collection.gram(senders)
-        named = {hashlib.sha256(b).hexdigest(): bytes(b) for b in averaging.reduce(bounds, collection.chunks, senders)}
+        named = {blake3(b).hexdigest(): bytes(b) for b in averaging.reduce(bounds, collection.chunks, senders)}
         blobs.update(named)
         reports[i] = Reduced("0-g", 1, ATTEMPT, i, tuple(named), gram(), False)
     assert averaging.conclude(plan, CONTRIBUTORS, {}) is None
@@ -100,7 +100,7 @@ def whole_round(
     )  # fmt: skip
     averaging.check_record(record, BLOCKS)
     for part in record.parts:
-        assert averaging.size_bytes(record, part) == len(blobs[part.sha256])
+        assert averaging.size_bytes(record, part) == len(blobs[part.digest])
     return averaging, record, blobs
 
 
@@ -280,7 +280,7 @@ class Pairs(Gather):
         hashes: dict[str, str] = {}
         for i, report in reports.items():
             sent = (c.peer_id for c in contributors if c.peer_id in plan[i].senders)
-            hashes.update(zip(sent, report.sha256s, strict=True))
+            hashes.update(zip(sent, report.digests, strict=True))
         if len(hashes) < len(contributors):
             return None
         return Conclusion(tuple(Part(0, plan[0].stop, hashes[c.peer_id], c.peer_id) for c in contributors), ((),))

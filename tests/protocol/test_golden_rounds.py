@@ -121,7 +121,7 @@ def _decided(head: Head, hashes: set[tuple[str, str]], run: RunConfig) -> dict[s
         "intervals": [list(pair) for pair in record.intervals],
     }
     if run is QUIET:
-        decided["means"] = [part.sha256[:16] for part in record.parts]
+        decided["means"] = [part.digest[:16] for part in record.parts]
         decided["anchor"], decided["state"] = head.anchor_hash, head.state_hash
         decided["cosine"] = round(record.cosine, 4)
     return decided

@@ -191,7 +191,7 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_nobody_has(a
 def unheld(head: Head, number: int) -> Record:
     """A well-formed record of the round after a head, of half of the peers, with parts that do not exist."""
     assert head.record is not None
-    parts = tuple(msgspec.structs.replace(part, sha256=f"{number:064x}") for part in head.record.parts)
+    parts = tuple(msgspec.structs.replace(part, digest=f"{number:064x}") for part in head.record.parts)
     return msgspec.structs.replace(
         head.record, lineage=head.lineage, round=head.round + 1, parent_hash=head.state_hash,
         contributors=head.record.contributors[-2:], parts=parts,

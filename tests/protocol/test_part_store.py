@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import trio
+from blake3 import blake3
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.rounds.averaging import averaging_of
@@ -41,7 +41,7 @@ def blob(number: int) -> bytes:
 
 def record_of(*blobs: bytes, contributors: tuple[str, ...] = ("x",)) -> Record:
     """A record that names these blobs. Whether its parts make a vector does not matter to the store."""
-    parts = tuple(Part(0, BLOCKS, hashlib.sha256(data).hexdigest(), "x") for data in blobs)
+    parts = tuple(Part(0, BLOCKS, blake3(data).hexdigest(), "x") for data in blobs)
     named = tuple(Contributor(name, f"{name}.1", 1.0, b"") for name in contributors)
     return Record("0-g", "0-g", 1, "", named, parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0)
 
@@ -50,7 +50,7 @@ class Holder:
     """Stands in for the links: "x" serves these blobs, or nothing at all."""
 
     def __init__(self, *blobs: bytes, silent: bool = False) -> None:
-        self.blobs = {hashlib.sha256(data).hexdigest(): data for data in blobs}
+        self.blobs = {blake3(data).hexdigest(): data for data in blobs}
         self.silent = silent
         self.asked: set[str] = set()
         self.peer_id = "x"
@@ -92,7 +92,7 @@ def test_of_proposed_records_only_the_last_and_those_accepted_or_committed_are_h
             await parts.fetch(record, [])
             parts.end_attempt()
         held = [0, 1, *range(12 - WANTED_RECORDS, 12)]
-        assert set(parts._parts) == {records[number].parts[0].sha256 for number in held}
+        assert set(parts._parts) == {records[number].parts[0].digest for number in held}
 
     run_virtual(main)
 
@@ -111,7 +111,7 @@ def test_of_the_last_record_a_trimmed_store_keeps_what_it_holds_for_all_and_what
         parts.trim(["me"], wanted)
         assert len(parts._parts) == 4
         parts.trim(["me"], last)
-        assert set(parts._parts) == {own.sha256, *(part.sha256 for part in wanted.parts)}
+        assert set(parts._parts) == {own.digest, *(part.digest for part in wanted.parts)}
         parts.keep(wanted)
         parts.trim(["me"])
         assert not parts._parts
@@ -122,7 +122,7 @@ def test_of_the_last_record_a_trimmed_store_keeps_what_it_holds_for_all_and_what
 def test_what_was_reduced_in_attempts_without_an_outcome_is_bounded() -> None:
     parts, names = store_of(Holder(), 2 * MODEL_BYTES), []
     for number in range(8):
-        names.append(hashlib.sha256(blob(number)).hexdigest())
+        names.append(blake3(blob(number)).hexdigest())
         parts.add(names[-1], blob(number))
         assert names[-1] in parts._parts
         parts.end_attempt()
@@ -214,7 +214,7 @@ ROSTER = Roster("0-g", 1, ATTEMPT, ("x", "y"), (RosterPart(0, BLOCKS, "x", ()),)
 
 
 def push(parts: PartStore, data: bytes, start: int = 0, *, sender: str = "x", attempt: Attempt = ATTEMPT) -> None:
-    parts.receive(sender, Mean("0-g", 1, attempt, hashlib.sha256(blob(0)).hexdigest(), start), data)
+    parts.receive(sender, Mean("0-g", 1, attempt, blake3(blob(0)).hexdigest(), start), data)
 
 
 def awaiting(holder: Holder) -> PartStore:
@@ -242,8 +242,8 @@ def test_a_mean_that_is_pushed_is_not_requested(at_once: bool) -> None:
             nursery.start_soon(go_on)
             await parts.fetch(record_of(data), [])
         assert not holder.asked
-        assert parts.get(hashlib.sha256(data).hexdigest()) == data
-        assert parts.giver(hashlib.sha256(data).hexdigest()) == "x"
+        assert parts.get(blake3(data).hexdigest()) == data
+        assert parts.giver(blake3(data).hexdigest()) == "x"
 
     run_virtual(main)
 
@@ -267,7 +267,7 @@ def test_a_mean_that_is_not_pushed_whole_is_requested(pushed: bytes) -> None:
             assert len(pushed) == MODEL_BYTES
             await parts.fetch(record_of(blob(0)), [])
         assert holder.asked
-        assert parts.get(hashlib.sha256(blob(0)).hexdigest()) == blob(0)
+        assert parts.get(blake3(blob(0)).hexdigest()) == blob(0)
 
     run_virtual(main)
 
@@ -301,14 +301,14 @@ def test_a_part_that_comes_forever_is_given_up_in_time_and_asked_of_another(is_p
                 await trio.sleep(15)
 
         record = record_of(data)
-        record = msgspec.structs.replace(record, parts=(Part(0, 64 * BLOCKS, record.parts[0].sha256, "x"),))
+        record = msgspec.structs.replace(record, parts=(Part(0, 64 * BLOCKS, record.parts[0].digest, "x"),))
         started_s = trio.current_time()
         async with trio.open_nursery() as nursery:
             if is_pushed:
                 nursery.start_soon(dribble)
             await parts.fetch(record, ["y"])
             nursery.cancel_scope.cancel()
-        assert parts.giver(record.parts[0].sha256) == "y"
+        assert parts.giver(record.parts[0].digest) == "y"
         assert trio.current_time() - started_s <= part_limit_s(len(data)) + 1
 
     run_virtual(main)
@@ -326,7 +326,7 @@ def test_the_expected_mean_is_taken_if_the_record_names_it() -> None:
         push_expected(parts, data[:100])
         push_expected(parts, data[100:], 100)
         await parts.fetch(record_of(data), [])
-        assert parts.get(hashlib.sha256(data).hexdigest()) == data
+        assert parts.get(blake3(data).hexdigest()) == data
         assert not holder.asked
 
     run_virtual(main)
@@ -348,7 +348,7 @@ def test_the_mean_that_is_pushed_after_the_expected_one_is_taken(expected: bytes
                 await trio.sleep(5)
                 if before < len(data):
                     push(parts, data[before:], before)
-            assert parts.get(hashlib.sha256(data).hexdigest()) == data
+            assert parts.get(blake3(data).hexdigest()) == data
             assert not holder.asked
             # What was still on its way of the expected one.
             push_expected(parts, b"more", len(expected))
@@ -379,7 +379,7 @@ def test_a_mean_is_pushed_while_it_grows_until_it_is_given_up() -> None:
             parts.push(mean)
             mean.extend(data[: PIECE_BYTES + 1])
             await trio.sleep(10)
-            assert [(m.sha256, m.start, len(piece)) for m, piece in link.sent] == [("", 0, PIECE_BYTES)]
+            assert [(m.digest, m.start, len(piece)) for m, piece in link.sent] == [("", 0, PIECE_BYTES)]
             mean.extend(data[PIECE_BYTES + 1 :])
             mean.end()
             await trio.sleep(10)
@@ -393,7 +393,7 @@ def test_a_mean_is_pushed_while_it_grows_until_it_is_given_up() -> None:
             mean.give_up()
             parts.push(MeanPush(ROSTER, BoundedBuffer.of(b"other"), "0" * 64))
             await trio.sleep(10)
-            assert [(m.sha256, m.start) for m, _ in link.sent] == [("", 0), ("", PIECE_BYTES), ("0" * 64, 0)]
+            assert [(m.digest, m.start) for m, _ in link.sent] == [("", 0), ("", PIECE_BYTES), ("0" * 64, 0)]
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
@@ -405,7 +405,7 @@ def test_what_comes_behind_a_pushed_mean_does_not_change_it() -> None:
         push(parts, blob(0))
         await parts.fetch(record_of(blob(0)), [])
         push(parts, b"more", MODEL_BYTES)
-        assert parts.get(hashlib.sha256(blob(0)).hexdigest()) == blob(0)
+        assert parts.get(blake3(blob(0)).hexdigest()) == blob(0)
 
     run_virtual(main)
 
@@ -426,7 +426,7 @@ def test_a_mean_with_a_gap_is_requested() -> None:
                 if not awaited:
                     nursery.start_soon(parts.fetch, record_of(blob(0)), [])
                 await trio.sleep(1)  # not only when nothing has come for a while
-                assert parts.get(hashlib.sha256(blob(0)).hexdigest()) == blob(0)
+                assert parts.get(blake3(blob(0)).hexdigest()) == blob(0)
             assert holder.asked
 
     run_virtual(main)

@@ -122,8 +122,8 @@ def test_with_gather_a_record_with_other_bytes_of_a_member_is_refused_and_does_n
 
     async def run(self: AveragingLeader, joins: Any) -> Record:
         record = await lead(self, joins)
-        others = {part.holder: part.sha256 for part in record.parts}
-        parts = (msgspec.structs.replace(p, sha256=others["b"]) if p.holder == "a" else p for p in record.parts)
+        others = {part.holder: part.digest for part in record.parts}
+        parts = (msgspec.structs.replace(p, digest=others["b"]) if p.holder == "a" else p for p in record.parts)
         return msgspec.structs.replace(record, parts=tuple(parts))
 
     async def main() -> None:

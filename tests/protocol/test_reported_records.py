@@ -19,7 +19,7 @@ from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.events import Held
 from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.part_store import blob_sha256
+from p2ptrain.protocol.rounds.part_store import blob_digest
 from p2ptrain.protocol.rounds.quorum import Voter
 from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Ready, Record
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
@@ -35,12 +35,12 @@ def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
     contributors = tuple(Contributor(name, s.peers[name].node.incarnation, 1.0, bytes(32)) for name in named)
     codec, zeros = mean_codec(PLAIN, len(named)), np.zeros((num_blocks, 64), np.float32)
     blob = b"".join(codec.encode(zeros[start:stop]) for start, stop in Grid(num_blocks).bounds(0, num_blocks))
-    sha256 = blob_sha256(blob, contributors, (0, num_blocks))
-    blobs[sha256] = blob
+    digest = blob_digest(blob, contributors, (0, num_blocks))
+    blobs[digest] = blob
     assert head.record is not None
     return msgspec.structs.replace(
         head.record, round=head.round + 1, parent_hash=head.state_hash, contributors=contributors,
-        parts=(Part(0, num_blocks, sha256, "x"),), intervals=tuple((name, PLAIN.sync_every) for name in named),
+        parts=(Part(0, num_blocks, digest, "x"),), intervals=tuple((name, PLAIN.sync_every) for name in named),
     )  # fmt: skip
 
 

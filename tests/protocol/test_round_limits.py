@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
+from blake3 import blake3
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, codec
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
@@ -518,8 +518,8 @@ def test_a_reducer_that_never_averages_and_reports_on_costs_each_leader_an_attem
     three_and_x(test, run=dataclasses.replace(PLAIN, audit_rate=0.0, round_timeout_s=30.0))
 
 
-@pytest.mark.parametrize("sha256s", [(), ("0" * 64, "1" * 64)])
-def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(sha256s: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("digests", [(), ("0" * 64, "1" * 64)])
+def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(digests: tuple[str, ...]) -> None:
     async def test(s: Swarm, x: Member) -> None:
         part, reports = 0, 0
 
@@ -534,7 +534,7 @@ def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(sha256
                     return msgspec.structs.replace(arrived, lineage=lineage, round=round_) if part >= 0 else None
                 case Reduce(lineage, round_, attempt):
                     reports += 1
-                    return Reduced(lineage, round_, attempt, part, sha256s, (), False)
+                    return Reduced(lineage, round_, attempt, part, digests, (), False)
             return None
 
         x.answer = answer
@@ -568,10 +568,10 @@ def test_a_commit_counts_only_with_the_signatures_of_the_voters() -> None:
             codec("int8").encode(np.ones((min(CHUNK_BLOCKS, blocks - start), 64), np.float32))
             for start in range(0, blocks, CHUNK_BLOCKS)
         )
-        sha256 = hashlib.sha256(mean).hexdigest()
+        digest = blake3(mean).hexdigest()
 
         async def serve(link: Link, request: Request) -> None:
-            piece = mean[request.index * 128 * 1024 :][: 128 * 1024] if request.subject == sha256 else b""
+            piece = mean[request.index * 128 * 1024 :][: 128 * 1024] if request.subject == digest else b""
             await link.send_bulk(Answer(request.request, bool(piece), "part"), piece, Traffic.ROUND)
 
         x.on_request = serve
@@ -581,7 +581,7 @@ def test_a_commit_counts_only_with_the_signatures_of_the_voters() -> None:
             assert head.record is not None
             forged = msgspec.structs.replace(
                 head.record, round=head.round + 1, parent_hash=head.state_hash, tokens_total=2**50,
-                parts=(Part(0, blocks, sha256, "x"),),
+                parts=(Part(0, blocks, digest, "x"),),
             )  # fmt: skip
             x.tell(signed_by("x", forged, s.run.digest))
             await trio.sleep(0.5)

@@ -391,7 +391,7 @@ def test_after_a_while_a_peer_keeps_only_the_parts_that_it_averaged() -> None:
             assert all(len(parts) == len(record.parts) == 2 for parts in kept.values())
             await trio.sleep(40)
             for name, peer in s.peers.items():
-                own = {part.sha256 for part in record.parts if part.holder == name}
+                own = {part.digest for part in record.parts if part.holder == name}
                 assert set(peer.node.engine.context.parts._parts) == own
             # A late member still finds every part.
             await s.peers["b"].node.engine.context.parts.fetch(record, ["a"])

@@ -29,7 +29,7 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.history import History, lineage_of
 from p2ptrain.protocol.rounds.outer_step import Progress, step_chunk
-from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PartStore, blob_sha256
+from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PartStore, blob_digest
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.joining import Joining
@@ -125,9 +125,9 @@ class Donor:
                 rng.standard_normal((high - low, 64), np.float32) for low, high in Grid(BLOCKS).bounds(start, stop)
             )
             mean = b"".join(map(codec("int8").encode, chunks))
-            sha256 = blob_sha256(mean, contributors, (start, stop))
-            self.parts.add(sha256, mean)
-            parts.append(Part(start, stop, sha256, "nobody"))
+            digest = blob_digest(mean, contributors, (start, stop))
+            self.parts.add(digest, mean)
+            parts.append(Part(start, stop, digest, "nobody"))
         round_ = self.head.round + 1
         record = Record(
             PAST.genesis_id,

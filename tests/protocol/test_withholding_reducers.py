@@ -114,6 +114,6 @@ def test_who_got_no_part_of_its_reducer_gets_it_of_others_during_the_next_round(
             for name, store in stores.items():
                 record = s.peers[name].node.engine.head.record
                 assert record is not None
-                assert set(store._kept) <= {part.sha256 for part in record.parts if part.holder == name}
+                assert set(store._kept) <= {part.digest for part in record.parts if part.holder == name}
 
     run_virtual(main)

@@ -33,7 +33,7 @@ from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256, fetch_pipelined
+from p2ptrain.protocol.rounds.part_store import PartStore, blob_digest, fetch_pipelined
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
@@ -137,7 +137,7 @@ class Audits:
             return
         part, chunks = record.parts[draw.part], list[bytes]()
         # After the decision a reducer may also pass on a part that it did not make.
-        from_holder = self._parts.accepted() == record and self._parts.giver(part.sha256) == part.holder
+        from_holder = self._parts.accepted() == record and self._parts.giver(part.digest) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
             chunks = await self._compute(_copy_of, own, self._grid.bounds(part.start, part.stop))
@@ -247,8 +247,8 @@ class Audits:
                 blobs = await self._compute(self._averaging.reduce, bounds, chunks, record.contributors)
             except WireError:
                 return Verdict.DIFFERS  # no honest reducer can have averaged these bytes
-            sha256 = await self._compute(blob_sha256, blobs[0], record.contributors, (part.start, part.stop))
-            verdict = Verdict.FITS if sha256 == part.sha256 else Verdict.DIFFERS
+            digest = await self._compute(blob_digest, blobs[0], record.contributors, (part.start, part.stop))
+            verdict = Verdict.FITS if digest == part.digest else Verdict.DIFFERS
             logger.info(
                 "round %d: audit of part %d, averaged by %s: it %s",
                 record.round, audited.draw.part, part.holder, verdict.value,

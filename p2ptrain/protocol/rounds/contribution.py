@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
+from blake3 import blake3
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from p2ptrain.algorithms.codec import Codec, Encoded, difference, is_within
@@ -34,7 +34,7 @@ class OwnContribution:
         chunks: the encoded chunks by first block; those that have landed are empty.
         error: values that earlier rounds did not send, (num_blocks, 64); only read. None if the weights keep them.
         tree: commits to all chunks, once `seal` made it.
-        sha256: of all chunks in order, as hexadecimal text, once `digest` made it, where records name it.
+        digest: of all chunks in order, as hexadecimal text, once `make_digest` made it, where records name it.
         next_error: values that this round does not send; replaces `error` if the round commits with this contribution.
     """
 
@@ -42,7 +42,7 @@ class OwnContribution:
     num_chunks: int
     chunks: dict[int, Encoded] = field(default_factory=dict)
     tree: Tree | None = None
-    sha256: bytes = b""
+    digest: bytes = b""
     error: np.ndarray | None = None
     next_error: np.ndarray | None = None
 
@@ -108,7 +108,7 @@ class OwnContribution:
     @property
     def name(self) -> bytes:
         """What names it in a record (`record.name_of`), once all chunks are encoded."""
-        return self.tree.root if self.tree is not None else self.sha256
+        return self.tree.root if self.tree is not None else self.digest
 
     def squared_norm(self, codec: Codec, bounds: list[tuple[int, int]], compared: int) -> float:
         """The squared norm of the chunks among these that are encoded. Call it in a worker thread.
@@ -130,10 +130,10 @@ class OwnContribution:
         """Commit to all chunks, by their leaf hashes in order, with a Merkle tree. Call it in a worker thread."""
         self.tree = Tree(leaves)
 
-    def digest(self) -> None:
+    def make_digest(self) -> None:
         """Hash all chunks, which are encoded. Call it in a worker thread."""
-        if not self.sha256:
-            hashed = hashlib.sha256()
+        if not self.digest:
+            hashed = blake3()
             for start in sorted(self.chunks):
                 hashed.update(self.chunks[start])
-            self.sha256 = hashed.hexdigest().encode()
+            self.digest = hashed.hexdigest().encode()

@@ -72,8 +72,8 @@ class AveragingLeader:
             senders = self._plan[message.part].senders
             contributors = self._expected if message.as_expected else self._contributors
             reduced = [c for c in contributors if not senders or c.peer_id in senders]
-            if len(message.sha256s) != self._context.averaging.num_blobs(reduced):
-                raise WireError(f"a Reduced with {len(message.sha256s)} hashes for {len(reduced)} contributors")
+            if len(message.digests) != self._context.averaging.num_blobs(reduced):
+                raise WireError(f"a Reduced with {len(message.digests)} hashes for {len(reduced)} contributors")
         if len(self._inbox) >= MAX_INBOX:
             logger.warning("leader of attempt %d: inbox full, message dropped", self.attempt.counter)
             return

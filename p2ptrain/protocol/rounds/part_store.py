@@ -6,13 +6,13 @@ Who does not get it so requests it.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import trio
+from blake3 import blake3
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link
@@ -42,13 +42,13 @@ WANTED_RECORDS = 2
 KEEP_ALL_S = 30.0
 
 
-def blob_sha256(blob: Blob, contributors: Sequence[Contributor], bounds: tuple[int, int]) -> str:
+def blob_digest(blob: Blob, contributors: Sequence[Contributor], bounds: tuple[int, int]) -> str:
     """The hash that names a part in a record.
 
     Where contributors commit to their chunks it covers them, their weights and the part's blocks too, so that a leader
     cannot pass off the mean of other contributors, with other weights or of another part, as that of a reducer.
     """
-    hashed = hashlib.sha256()
+    hashed = blake3()
     if any(contributor.root for contributor in contributors):
         hashed.update(b"%d-%d" % bounds)
     for contributor in contributors:
@@ -88,12 +88,12 @@ class _Pushed:
     """The mean that a reducer of the attempt pushes to us; its hash is unchecked.
 
     Attributes:
-        sha256: empty while it is the mean of the expected contributors.
+        digest: empty while it is the mean of the expected contributors.
         is_another: whether it is known to be another mean than the record's.
     """
 
     mean: BoundedBuffer
-    sha256: str = ""
+    digest: str = ""
     is_another: bool = False
 
 
@@ -102,7 +102,7 @@ class MeanPush:
 
     Args:
         mean: the bytes so far.
-        sha256: names the whole mean; empty: that of the expected contributors, which grows until `end` or `give_up`.
+        digest: names the whole mean; empty: that of the expected contributors, which grows until `end` or `give_up`.
 
     Attributes:
         has_ended: whether these are all.
@@ -110,10 +110,10 @@ class MeanPush:
         changed: set, and replaced, when one of these changes.
     """
 
-    def __init__(self, roster: Roster, mean: BoundedBuffer, sha256: str = "") -> None:
+    def __init__(self, roster: Roster, mean: BoundedBuffer, digest: str = "") -> None:
         self.roster = roster
-        self.sha256 = sha256
-        self.has_ended = bool(sha256)
+        self.digest = digest
+        self.has_ended = bool(digest)
         self.is_given_up = False
         self.changed = trio.Event()
         self._mean = mean
@@ -179,10 +179,10 @@ class PartStore:
         self._committed: Record | None = None
         self._kept: list[str] = []
 
-    def add(self, sha256: str, data: Blob) -> None:
+    def add(self, digest: str, data: Blob) -> None:
         """Keep a part that we reduced, whose hash is known to be right."""
-        self._parts[sha256] = data
-        self._reduced.append(sha256)
+        self._parts[digest] = data
+        self._reduced.append(digest)
 
     def begin_attempt(self, roster: Roster) -> None:
         """Await the means of this attempt's reducers, where the strategy reduces, and no others any more."""
@@ -212,7 +212,7 @@ class PartStore:
             piece = mean.data[start : start + PIECE_BYTES]
             if not piece:
                 return
-            message = Mean(roster.lineage, roster.round, roster.attempt, mean.sha256, start)
+            message = Mean(roster.lineage, roster.round, roster.attempt, mean.digest, start)
             try:
                 await link.send_bulk(message, piece, Traffic.ROUND, compress=True)
             except PeerLostError:
@@ -225,12 +225,12 @@ class PartStore:
         A gap may be ours: what comes before the roster is not taken. Raises WireError if the mean is too large.
         """
         pushed = self._pushed.get(sender)
-        if pushed is None or message.attempt != self._attempt or (pushed.sha256 and not message.sha256):
+        if pushed is None or message.attempt != self._attempt or (pushed.digest and not message.digest):
             return
-        if message.sha256 and not pushed.sha256 and message.start == 0:
+        if message.digest and not pushed.digest and message.start == 0:
             # Others contribute than were expected: the mean from the beginning.
-            pushed.mean, pushed.sha256, pushed.is_another = pushed.mean.emptied(), message.sha256, False
-        if message.start != pushed.mean.size_bytes or pushed.sha256 != message.sha256:
+            pushed.mean, pushed.digest, pushed.is_another = pushed.mean.emptied(), message.digest, False
+        if message.start != pushed.mean.size_bytes or pushed.digest != message.digest:
             del self._pushed[sender]
             self._note_piece()
             return
@@ -241,16 +241,16 @@ class PartStore:
         self._piece_arrived.set()
         self._piece_arrived = trio.Event()
 
-    def get(self, sha256: str) -> Blob:
-        return self._parts[sha256]
+    def get(self, digest: str) -> Blob:
+        return self._parts[digest]
 
-    def giver(self, sha256: str) -> PeerId | None:
+    def giver(self, digest: str) -> PeerId | None:
         """The peer that gave us a part; None if we made it or do not have it."""
-        return self._givers.get(sha256)
+        return self._givers.get(digest)
 
     def keep(self, record: Record) -> None:
         """Keep a committed record, and drop all parts that it does not name."""
-        self._committed, self._kept = record, [part.sha256 for part in record.parts]
+        self._committed, self._kept = record, [part.digest for part in record.parts]
         self._wanted, self._reduced, self._pushed = [], [], {}
         self._drop_all_but(self._kept)
 
@@ -259,29 +259,29 @@ class PartStore:
         self._pushed = {}
         kept: list[str] = []
         left_bytes = self._spare_bytes
-        for sha256 in reversed(self._reduced):
-            left_bytes -= len(self._parts.get(sha256, b""))
+        for digest in reversed(self._reduced):
+            left_bytes -= len(self._parts.get(digest, b""))
             if left_bytes < 0:
                 break
-            kept.insert(0, sha256)
+            kept.insert(0, digest)
         self._reduced = kept
         self._forget_unneeded()
 
     def trim(self, holders: Collection[PeerId], record: Record | None = None) -> None:
         """Of the last record, or only if it is this one, keep the parts of these holders; late members ask them."""
         if self._committed is not None and record in (None, self._committed):
-            self._kept = [part.sha256 for part in self._committed.parts if part.holder in holders]
+            self._kept = [part.digest for part in self._committed.parts if part.holder in holders]
             self._forget_unneeded()
 
     def _forget_unneeded(self) -> None:
         records = [record for record in (*self._wanted, self.accepted()) if record is not None]
-        named = (part.sha256 for record in records for part in record.parts)
+        named = (part.digest for record in records for part in record.parts)
         self._drop_all_but([*self._kept, *self._reduced, *named])
 
-    def _drop_all_but(self, sha256s: Iterable[str]) -> None:
-        named = set(sha256s)
-        self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
-        self._givers = {sha256: giver for sha256, giver in self._givers.items() if sha256 in named}
+    def _drop_all_but(self, digests: Iterable[str]) -> None:
+        named = set(digests)
+        self._parts = {digest: data for digest, data in self._parts.items() if digest in named}
+        self._givers = {digest: giver for digest, giver in self._givers.items() if digest in named}
 
     async def serve(self, link: Link, request: Request) -> None:
         """Answer a request for one piece of a part."""
@@ -307,7 +307,7 @@ class PartStore:
         limit_s = part_limit_s(sum(sizes))
         async with nursery_raising(PeerLostError) as nursery:
             for i, (part, size) in enumerate(zip(record.parts, sizes, strict=True)):
-                if part.sha256 not in self._parts:
+                if part.digest not in self._parts:
                     first = i % len(having) if having else 0
                     holders = [part.holder, *having[first:], *having[:first], *others]
                     nursery.start_soon(
@@ -316,7 +316,7 @@ class PartStore:
 
     def holders_missed(self, record: Record) -> set[PeerId]:
         """The holders of those parts of a record that we do not have."""
-        return {part.holder for part in record.parts if part.sha256 not in self._parts}
+        return {part.holder for part in record.parts if part.digest not in self._parts}
 
     async def _fetch_part(
         self, part: Part, size: int, contributors: Sequence[Contributor], holders: Sequence[PeerId],
@@ -347,13 +347,13 @@ class PartStore:
                         # No strike: a made-up record may name another part's hash.
                         failed.add(holder)
                         continue
-                self._parts[part.sha256] = data
-                self._givers[part.sha256] = holder
+                self._parts[part.digest] = data
+                self._givers[part.digest] = holder
                 return
         raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
 
     async def _is_part(self, part: Part, data: Blob, contributors: Sequence[Contributor]) -> bool:
-        return await self._compute(blob_sha256, data, contributors, (part.start, part.stop)) == part.sha256
+        return await self._compute(blob_digest, data, contributors, (part.start, part.stop)) == part.digest
 
     async def _take_pushed(
         self, part: Part, size: int, contributors: Sequence[Contributor], until_s: float
@@ -366,7 +366,7 @@ class PartStore:
         if pushed is None:
             return None
         had, silent_s = -1, 0.0
-        while self._pushed.get(part.holder) is pushed and pushed.sha256 in ("", part.sha256):
+        while self._pushed.get(part.holder) is pushed and pushed.digest in ("", part.digest):
             if pushed.mean.size_bytes == size and not pushed.is_another:
                 mean, data = pushed.mean, pushed.mean.data
                 if await self._is_part(part, data, contributors):
@@ -375,7 +375,7 @@ class PartStore:
                     return data
                 pushed.is_another = pushed.mean is mean
                 continue
-            if pushed.is_another and pushed.sha256:
+            if pushed.is_another and pushed.digest:
                 return None
             if pushed.mean.size_bytes != had:
                 had, silent_s = pushed.mean.size_bytes, trio.current_time() + PIECE_TIMEOUT_S
@@ -392,7 +392,7 @@ class PartStore:
 
         async def fetch_piece(index: int) -> None:
             nonlocal data
-            answer, piece = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
+            answer, piece = await self._links.request(link, "part", part.digest, index, timeout_s=PIECE_TIMEOUT_S)
             start = index * PIECE_BYTES
             if not answer.found:
                 raise _NotThereError(f"{link.peer_id} does not have the part")

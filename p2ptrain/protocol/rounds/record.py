@@ -41,7 +41,7 @@ def name_of(record: Record, member: Voter, averaging: Averaging) -> bytes | None
     root = next((c.root for c in record.contributors if (c.peer_id, c.incarnation) == member), None)
     if root is None or averaging.reduces:
         return root
-    return next((part.sha256.encode() for part in record.parts if part.holder == member[0]), b"")
+    return next((part.digest.encode() for part in record.parts if part.holder == member[0]), b"")
 
 
 def record_of(

@@ -18,7 +18,7 @@ from p2ptrain.protocol.rounds.averaging.strategy import Blob, Chunks
 from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.part_store import MeanPush, blob_sha256
+from p2ptrain.protocol.rounds.part_store import MeanPush, blob_digest
 from p2ptrain.protocol.rounds.timeouts import REPORT_S
 from p2ptrain.protocol.wire.messages import Arrived, Contribution, Contributor, Record, Reduce, Reduced, Roster
 from p2ptrain.protocol.wire.transport import PeerId
@@ -245,11 +245,11 @@ class Reducer:
     ) -> None:
         """Keep what we averaged for others, push it unless that is done, and report it to the leader."""
         context, bounds = self._context, (self._part.start, self._part.stop)
-        sha256s = [await context.compute(blob_sha256, blob, contributors, bounds) for blob in blobs]
-        for sha256, blob in zip(sha256s, blobs, strict=True):
-            context.parts.add(sha256, blob)
+        digests = [await context.compute(blob_digest, blob, contributors, bounds) for blob in blobs]
+        for digest, blob in zip(digests, blobs, strict=True):
+            context.parts.add(digest, blob)
             if context.averaging.reduces and not as_expected:
-                context.parts.push(MeanPush(self._roster, BoundedBuffer.of(blob), sha256))
-        reduced = Reduced(*self._attempt, self._number, tuple(sha256s), gram, as_expected)
+                context.parts.push(MeanPush(self._roster, BoundedBuffer.of(blob), digest))
+        reduced = Reduced(*self._attempt, self._number, tuple(digests), gram, as_expected)
         self._tell(self._roster.attempt.leader, reduced)
         self._has_reported = True

@@ -60,7 +60,7 @@ class Sender:
                 compute, bounds = self._context.compute, self._context.grid.bounds(0, self._context.state.num_blocks)
                 await compute(own.seal, await in_parallel(compute, own.leaf, bounds))
             elif not self._context.averaging.reduces:
-                await self._context.compute(own.digest)
+                await self._context.compute(own.make_digest)
             self._sealed.set()
 
     def _chunks_of(self, number: int) -> list[tuple[int, int]]:

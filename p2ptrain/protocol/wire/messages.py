@@ -197,7 +197,7 @@ class Part(_Struct, frozen=True):
 
     start: Int
     stop: Int
-    sha256: Name
+    digest: Name
     holder: Name
 
 
@@ -431,7 +431,7 @@ class Reduced(_Struct, frozen=True):
     round: Int
     attempt: Attempt
     part: Int
-    sha256s: Items[Text]
+    digests: Items[Text]
     gram: Items[Float]
     as_expected: bool
 
@@ -499,14 +499,14 @@ class Mean(_Struct, frozen=True):
     """From a reducer to the members of its attempt: a piece of a part's encoded mean (payload), in order.
 
     Attributes:
-        sha256: names the part; empty for the mean of the contributors that the roster expects.
+        digest: names the part; empty for the mean of the contributors that the roster expects.
         start: bytes of the part before this piece.
     """
 
     lineage: Text
     round: Int
     attempt: Attempt
-    sha256: Name
+    digest: Name
     start: Int
 
 

@@ -66,8 +66,8 @@ class Gather:
             return None
         i, report = min(reports.items())
         parts = (
-            Part(plan[i].start, plan[i].stop, sha256, c.peer_id)
-            for c, sha256 in zip(contributors, report.sha256s, strict=True)
+            Part(plan[i].start, plan[i].stop, digest, c.peer_id)
+            for c, digest in zip(contributors, report.digests, strict=True)
         )
         return Conclusion(tuple(parts), (report.gram,))
 
@@ -86,7 +86,7 @@ class Gather:
     def mean(self, record: Record, blobs: Blobs, start: int, stop: int) -> Encoding:
         low, high = self._codec.size_bytes(start), self._codec.size_bytes(stop)
         encoded = [
-            (memoryview(blobs(part.sha256))[low:high], c.weight)
+            (memoryview(blobs(part.digest))[low:high], c.weight)
             for part, c in zip(record.parts, record.contributors, strict=True)
         ]
         values = self._merge(encoded, self._codec, stop - start)

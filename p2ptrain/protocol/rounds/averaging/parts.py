@@ -64,7 +64,7 @@ class Parts:
     ) -> Conclusion | None:
         if len(reports) < len(plan):
             return None
-        parts = (Part(p.start, p.stop, reports[i].sha256s[0], p.reducer) for i, p in enumerate(plan))
+        parts = (Part(p.start, p.stop, reports[i].digests[0], p.reducer) for i, p in enumerate(plan))
         return Conclusion(tuple(parts), tuple(reports[i].gram for i in sorted(reports)))
 
     def check_record(self, record: Record, num_blocks: int) -> None:
@@ -80,4 +80,4 @@ class Parts:
         codec = mean_codec(self._run, len(record.contributors))
         part = record.parts[bisect.bisect_right(record.parts, start, key=lambda part: part.start) - 1]
         low, high = codec.size_bytes(start - part.start), codec.size_bytes(stop - part.start)
-        return codec, memoryview(blobs(part.sha256))[low:high]
+        return codec, memoryview(blobs(part.digest))[low:high]

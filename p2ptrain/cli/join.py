@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from p2ptrain.training.progress import TrainingProgress
 
 SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)]
+# What most people use.
+COMMON = (
+    "run_id", "model", "steps", "lr", "sync_every", "initial_peers", "host_maddrs", "announce_maddrs", "run_key",
+    "data", "batch_tokens", "device", "threads", "out", "dashboard",
+)  # fmt: skip
 
 
 class JoinCommand(SettingsCommand):
@@ -37,7 +42,7 @@ class JoinCommand(SettingsCommand):
         return follow(launch)
 
 
-@settings_command(*SETTINGS, kind=JoinCommand)
+@settings_command(*SETTINGS, common=COMMON, kind=JoinCommand)
 @click.option("--plain", is_flag=True, help="Print lines instead of a live view; default without a terminal.")
 @click.option("--share-key", is_flag=True, help="Put the run key into the printed ticket, which is then a secret.")
 def join(settings: Settings, plain: bool, share_key: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import click
@@ -21,6 +21,8 @@ EVERY_WAY = (
 )
 
 
+# In a context's `meta`: whether all options are shown.
+HELP_ALL = "p2ptrain.help_all"
 TICKET_HELP = "Ticket that `p2ptrain join` printed, a file that holds one, or an initial peer."
 # Of a word that is no ticket: it may be a part of one.
 MAX_SHOWN_CHARS = 12
@@ -45,7 +47,13 @@ class NumberRange(click.FloatRange):
 
 
 class SettingsCommand(click.Command):
-    """A command whose help shows its settings in sections, and whose errors show no part of a ticket or a key."""
+    """A command whose help shows its settings in sections, and whose errors show no part of a ticket or a key.
+
+    Attributes:
+        rare: the options that only `--help-all` shows, where there is one.
+    """
+
+    rare: frozenset[str] = frozenset()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -71,11 +79,18 @@ class SettingsCommand(click.Command):
         for parameter in self.get_params(ctx):
             # Not every version of click takes help for an argument.
             record = ("[TICKET]", TICKET_HELP) if parameter.name == "ticket" else parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and (parameter.name not in self.rare or ctx.meta.get(HELP_ALL)):
                 titles.setdefault(section_of.get(parameter.name or "", "Options"), []).append(record)
         for title, records in titles.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.rare and not ctx.meta.get(HELP_ALL):
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text(f"{len(self.rare)} more options: p2ptrain {ctx.info_name} --help-all")
+        super().format_epilog(ctx, formatter)
 
 
 def _check_ticket(context: click.Context, parameter: click.Parameter, word: str | None) -> str | None:
@@ -88,6 +103,13 @@ def _check_ticket(context: click.Context, parameter: click.Parameter, word: str 
     raise click.UsageError(f"{shown!r} is not a ticket, an address or a file", context)
 
 
+def _show_all(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        context.meta[HELP_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
 def _warn_of_process_list(given: Sequence[str]) -> None:
     if any(map(looks_like_ticket, given)):
         click.echo(
@@ -98,9 +120,13 @@ def _warn_of_process_list(given: Sequence[str]) -> None:
 
 
 def settings_command(
-    *names: str, kind: type[SettingsCommand] = SettingsCommand
+    *names: str, common: Collection[str] = (), kind: type[SettingsCommand] = SettingsCommand
 ) -> Callable[[Callable[..., None]], SettingsCommand]:
-    """Make a command with `-c` and an option for each of these settings; its function is called with `settings`."""
+    """Make a command with `-c` and an option for each of these settings; its function is called with `settings`.
+
+    Args:
+        common: the settings that `--help` shows, while `--help-all` shows all; empty: `--help` shows all.
+    """
 
     def decorate(function: Callable[..., None]) -> SettingsCommand:
         @functools.wraps(function)
@@ -135,6 +161,14 @@ def settings_command(
             shell_complete=complete_files,
         )(decorated)
         epilog = EVERY_WAY.format(preset=" preset," if "preset" in names else "")
-        return click.command(cls=kind, epilog=epilog)(decorated)
+        rare = frozenset(names).difference(common) if common else frozenset()
+        if rare:
+            decorated = click.option(
+                "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+                help="Show all options and exit.",
+            )(decorated)  # fmt: skip
+        made = click.command(cls=kind, epilog=epilog)(decorated)
+        made.rare = rare
+        return made
 
     return decorate

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from p2ptrain.cli.estimate import estimate
-from p2ptrain.cli.join import PairSteps, format_progress
+from p2ptrain.cli.join import COMMON, PairSteps, format_progress
 from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.estimate import estimate_run
@@ -116,11 +116,27 @@ def test_help_says_what_a_ticket_is(command: str) -> None:
 
 
 def test_help_shows_every_setting_with_its_default() -> None:
-    text = " ".join((_output("join", "--help") + _output("dashboard", "--help")).split())
+    text = " ".join((_output("join", "--help-all") + _output("dashboard", "--help")).split())
     for setting in SETTINGS.values():
         assert f"{setting.flag} {setting.metavar} " in text
         if isinstance(setting.default, (int, float)):
             assert f"[default: {setting.default_text}]" in text
+
+
+def test_help_of_join_shows_what_most_people_use_and_help_all_the_rest() -> None:
+    short, whole = _output("join", "--help"), _output("join", "--help-all")
+    options = set(re.findall(r"^  (?:-., )?(--[a-z-]+)", whole, re.MULTILINE))
+    shown = set(re.findall(r"^  (?:-., )?(--[a-z-]+)", short, re.MULTILINE))
+    assert shown == {SETTINGS[name].flag for name in COMMON} | {
+        "--config",
+        "--plain",
+        "--share-key",
+        "--help-all",
+        "--help",
+    }
+    assert len(COMMON) == 15
+    assert f"{len(options - shown)} more options: p2ptrain join --help-all" in short
+    assert "more options" not in whole
 
 
 @pytest.mark.processes

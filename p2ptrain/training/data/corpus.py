@@ -205,7 +205,7 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[s
 
 
 def _text(content: bytes) -> str:
-    return content.decode("utf-8", errors="replace").replace("\r\n", "\n")
+    return content.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
 
 
 def _is_binary(content: bytes) -> bool:

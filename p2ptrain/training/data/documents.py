@@ -300,4 +300,4 @@ def _no_field(field: str, known: list[str], place: str) -> ConfigError:
 
 
 def _decoded(content: bytes) -> str:
-    return content.decode(errors="replace").replace("\r\n", "\n")
+    return content.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")

@@ -93,6 +93,13 @@ def test_line_ends_of_other_systems_are_ours(tmp_path: Path) -> None:
     assert set(decode(corpus.training.tolist())) == {"a", "b", "\n"}
 
 
+def test_a_byte_order_mark_is_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + b"ab\n" * 3000)
+    for source in (tmp_path / "text", tmp_path):
+        corpus = load_corpus(str(source), Characters())
+        assert set(decode([*corpus.training.tolist(), *corpus.held_out.tolist()])) == {"a", "b", "\n"}
+
+
 def test_binary_and_hidden_files_of_a_directory_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 3 * BLOCK_TOKENS, encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\0" * 9999)

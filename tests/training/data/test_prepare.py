@@ -179,6 +179,13 @@ def test_directories_are_walked_and_binary_files_left_out(tmp_path: Path) -> Non
     assert found == ["a\n", "b"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\n")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "b"}\n')
+    found = [d for unit in find_units((str(tmp_path),), "train") for d in read_documents(unit, "text", "")]
+    assert [(d.text, d.is_whole) for d in found] == [("a\n", True), ("b", True)]
+
+
 def test_a_file_of_one_long_line_ends_with_a_separator_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "UNIT_BYTES", 1000)
     monkeypatch.setattr(documents, "TEXT_BYTES", 200)

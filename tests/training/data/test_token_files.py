@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.data import Characters, RandomWindows
+from p2ptrain.training.data import Characters, RandomWindows, token_files
 from p2ptrain.training.data.token_files import TokenFile, TokenFiles, TokenFolder, open_tokens
 from p2ptrain.training.data.token_info import describe
 from p2ptrain.training.data.tokenizer import Bytes, Ids
@@ -142,12 +142,37 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> 
     _with_header(tmp_path / "a_train.bin", np.arange(100))
     _with_header(tmp_path / "b_train.bin", np.where(np.arange(100) == 42, 50256, 7))
     _with_header(tmp_path / "val.bin", np.arange(50))
-    training = _opened(tmp_path).corpus(Ids(300)).training
+    folder = _opened(tmp_path)
+    training = TokenFiles(folder.training, 300)
     training[np.arange(0, 142)]
     with pytest.raises(
         ConfigError, match=r"b_train.bin, token 42 \(byte 1,108\): id 50256 is beyond the vocabulary of 300; give the"
     ):
         training[np.arange(10, 150)]
+    with pytest.raises(ConfigError, match=r"b_train.bin, token 42 "):
+        folder.corpus(Ids(300))  # before anything is read
+
+
+def test_the_quick_look_at_large_files_sees_their_ends_and_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_files, "SAMPLE_IDS", 4)
+    monkeypatch.setattr(token_files, "SAMPLES", 8)
+
+    def is_seen(place: int, count: int) -> bool:
+        _with_header(tmp_path / "train.bin", np.where(np.arange(count) == place, 50256, 7))
+        _with_header(tmp_path / "val.bin", np.arange(50))
+        try:
+            _opened(tmp_path).corpus(Ids(300))
+        except ConfigError as error:
+            return f"token {place:,} " in str(error)
+        return False
+
+    assert all(is_seen(place, 32) for place in range(32))
+    assert [place for place in range(33) if not is_seen(place, 33)] == [28]
+    assert is_seen(0, 1000)
+    assert is_seen(999, 1000)
+    assert not is_seen(50, 1000)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tracemalloc
 import types
@@ -116,6 +117,10 @@ def test_every_message_survives_the_wire(kind: type[Message]) -> None:
 def test_the_bytes_of_every_message_stay_what_they_are() -> None:
     written = json.loads(Path(__file__).with_name("message_bytes.json").read_text(encoding="utf-8"))
     assert {kind.__name__: pack(example_of(kind)).hex() for kind in KINDS.values()} == written
+    # They are MessagePack, and not one library's.
+    assert {name: msgpack.unpackb(bytes.fromhex(data)) for name, data in written.items()} == {
+        kind.__name__: plain(example_of(kind)) for kind in KINDS.values()
+    }
 
 
 def test_a_hello_has_a_bounded_number_of_addresses() -> None:
@@ -130,6 +135,29 @@ def test_a_hello_has_a_bounded_number_of_addresses() -> None:
 def test_an_error_names_the_message_and_the_rule(kind: type[Message]) -> None:
     with pytest.raises(WireError, match=f"bad {kind.__name__}: Expected `array`, got `int`"):
         unpack(kind, msgpack.packb(7))
+
+
+@pytest.mark.parametrize(
+    ("came", "shown"),
+    [
+        ([7, "bye"], "[7, 'bye']"),
+        ({"reason": "\x1b[2J"}, r"{'reason': '\x1b[2J'}"),
+        ([b"x" * 100], "[b'" + 77 * "x"),
+        (b"x" * 5000, "5003 bytes"),
+    ],
+)
+def test_an_error_shows_the_beginning_of_what_came(came: object, shown: str) -> None:
+    """Another version may have other fields: without what came, nobody can tell."""
+    with pytest.raises(WireError) as caught:
+        unpack(Leave, msgpack.packb(came))
+    assert str(caught.value).rpartition("; it came as ")[2] == shown
+
+
+@given(data=st.binary(max_size=200))
+def test_whatever_comes_is_a_message_or_an_error_of_its_sender(data: bytes) -> None:
+    for header in (data, b"\x91" * 2000 + data, b"\x81" + data, b"\x82\x91" + data):
+        with contextlib.suppress(WireError):
+            unpack(Leave, header)
 
 
 def test_an_error_names_the_field_and_its_value() -> None:

@@ -27,6 +27,8 @@ MAX_LIST = 4096
 MAX_MADDRS = 16
 MAX_MADDR_LENGTH = 512  # a relayed one with two peer ids has 150 characters
 MAX_REASON = 512
+# Of a message that does not fit its schema, in the error: what is decoded, and what is shown of it.
+MAX_SHOWN_BYTES, MAX_SHOWN_CHARS = 4096, 80
 # The first contributors of a round decide the next: bounds the leader's wait in large swarms (guess).
 MAX_VOTERS = 31
 # A public key and a signature made with it; with an RSA key of 4096 bits, these have 1,070 bytes.
@@ -579,8 +581,18 @@ def pack(value: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
 
 
 def unpack(kind: type[T], data: bytes | memoryview) -> T:
-    """Rebuild a message or a part of one from untrusted bytes. Raises WireError."""
+    """Rebuild a message or a part of one from untrusted bytes. Raises WireError, which shows what came."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except ValueError as error:
-        raise WireError(f"bad {kind.__name__}: {error}") from None
+        raise WireError(f"bad {kind.__name__}: {error}; it came as {_without_schema(data)}") from None
+
+
+def _without_schema(data: bytes | memoryview) -> str:
+    """The beginning of what MessagePack holds, whatever its shape is: another version may have other fields."""
+    if len(data) > MAX_SHOWN_BYTES:
+        return f"{len(data)} bytes"
+    try:
+        return shown(repr(msgspec.msgpack.decode(data)), MAX_SHOWN_CHARS)
+    except (ValueError, RecursionError):
+        return shown(repr(bytes(data[:MAX_SHOWN_CHARS])), MAX_SHOWN_CHARS)

@@ -112,7 +112,7 @@ def test_nothing_unpickles() -> None:
 
 
 def test_algorithms_are_pure() -> None:
-    """Torch, numpy and the quiet part of the standard library: no clock, socket, thread, file or randomness."""
+    """Torch, numpy, a hash function and the quiet part of the standard library: no clock, socket, thread, file or randomness."""
     loud = {
         "time", "datetime", "random", "secrets", "uuid", "os", "io", "pathlib", "tempfile", "socket", "ssl", "select",
         "threading", "queue", "concurrent", "multiprocessing", "subprocess", "signal",
@@ -120,7 +120,7 @@ def test_algorithms_are_pure() -> None:
     for path in files_of("algorithms"):
         ours = {name for name in imports(path) if name.startswith("p2ptrain.")}
         assert all(name.startswith(("p2ptrain.algorithms.", "p2ptrain.errors.")) for name in ours), path
-        others = outside(path) - {"torch", "numpy"}
+        others = outside(path) - {"torch", "numpy", "blake3"}
         assert others <= sys.stdlib_module_names - loud, path
         assert not attributes_of(path, "torch") & {"rand", "randn", "randint", "randperm", "manual_seed"}, path
         assert "random" not in attributes_of(path, "np"), path

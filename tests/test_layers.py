@@ -126,6 +126,19 @@ def test_algorithms_are_pure() -> None:
         assert "random" not in attributes_of(path, "np"), path
 
 
+def test_tensors_of_ours_have_the_dtype_and_device_that_they_say() -> None:
+    """`torch.set_default_dtype` and `set_default_device` are the user's."""
+    makers = {"zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "linspace", "eye", "scalar_tensor"}
+    found = 0
+    for path in files_of("algorithms", "protocol", "peer"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name)) if name in makers:
+                    found += 1
+                    assert {"dtype", "device"} <= {k.arg for k in node.keywords}, f"{path}:{node.lineno}: torch.{name}"
+    assert found
+
+
 def test_below_the_network_time_and_randomness_are_arguments() -> None:
     """So that a swarm on the memory network is the same every time."""
     for path in files_of("algorithms", "protocol", "memory_network"):

@@ -37,14 +37,14 @@ class JoinedTensors:
     def of(cls, device: torch.device, tensors: Sequence[torch.Tensor]) -> JoinedTensors:
         """Join those on the device that have the dtype of the largest, and lie a whole number of rows from it."""
         if device.type not in JOINED_ON:
-            return cls(torch.empty(0, BLOCK), {}, [])
+            return cls(torch.empty(0, BLOCK, dtype=torch.float32, device="cpu"), {}, [])
         fitting = {
             number: tensor.detach()
             for number, tensor in enumerate(tensors)
             if tensor.device == device and tensor.numel() >= BLOCK and tensor.is_contiguous() and not tensor.is_neg()
         }
         if not fitting:
-            return cls(torch.empty(0, BLOCK), {}, [])
+            return cls(torch.empty(0, BLOCK, dtype=torch.float32, device="cpu"), {}, [])
         like = max(fitting.values(), key=torch.Tensor.numel)
         row_bytes = BLOCK * like.element_size()
         joined = {
@@ -70,4 +70,4 @@ def _memory(address: int, size_bytes: int, like: torch.Tensor) -> torch.Tensor:
     if like.device.type == "cpu":
         return torch.frombuffer((ctypes.c_ubyte * size_bytes).from_address(address), dtype=like.dtype)
     interface = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}
-    return torch.as_tensor(_Memory(interface), device=like.device).view(like.dtype)
+    return torch.as_tensor(_Memory(interface), dtype=torch.uint8, device=like.device).view(like.dtype)

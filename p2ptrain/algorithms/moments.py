@@ -63,7 +63,7 @@ class MomentView:
     def _tensors(self) -> list[torch.Tensor]:
         states = [self._state(parameter) for parameter in self._parameters]
         moments = [state[name] for name in ("exp_avg", "exp_avg_sq") for state in states]
-        step = torch.tensor(max(float(state["step"]) for state in states))
+        step = torch.tensor(max(float(state["step"]) for state in states), dtype=torch.float32, device="cpu")
         return [*(parameter.data for parameter in self._parameters), *moments, step]
 
     def _state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ class MomentView:
         if not state:
             (group,) = (g for g in self._optimizer.param_groups if any(parameter is p for p in g["params"]))
             on_device = group["capturable"] or group["fused"]
-            step = torch.zeros((), device=parameter.device if on_device else "cpu")
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
             moments = [torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2)]
             # All or nothing: memory may be short.
             state.update(step=step, exp_avg=moments[0], exp_avg_sq=moments[1])

@@ -212,7 +212,7 @@ class FlatInPieces:
 
 
 def _new_buffer(view: FlatView) -> torch.Tensor:
-    return torch.empty((view.space.num_blocks, BLOCK)).fill_(0.0)
+    return torch.empty((view.space.num_blocks, BLOCK), dtype=torch.float32, device="cpu").fill_(0.0)
 
 
 class _Gathered:

@@ -208,7 +208,7 @@ class GroupPeer:
         self._follow(StepReport())  # `anchor_hash` is of this anchor now
         if self._sharded is not None:
             return anchor
-        flat = torch.zeros(self._parts.space.num_blocks, BLOCK)
+        flat = torch.zeros(self._parts.space.num_blocks, BLOCK, dtype=torch.float32, device="cpu")
         if self.peer is not None:
             for name, values in self._parts.unflatten(flat).items():
                 values.copy_(anchor[name])
@@ -280,7 +280,7 @@ class GroupPeer:
             changes: changes in the weights of rank 0; None for those since the last call.
         """
         message: dict[str, Any] = {}
-        blocks = torch.empty(0, dtype=torch.int64)
+        blocks = torch.empty(0, dtype=torch.int64, device="cpu")
         if self.peer is not None:
             changes = changes or self.peer.take_changes()
             blocks = torch.from_numpy(changes.blocks)

@@ -88,9 +88,9 @@ class ProcessGroup:
 
     def tell_bytes(self, data: bytes) -> bytes:
         """Return the bytes of rank 0 on all ranks."""
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         self.copy(size)
-        told = torch.zeros(int(size), dtype=torch.uint8)
+        told = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         if self._group.rank() == 0:
             told.numpy()[:] = np.frombuffer(data, np.uint8)
         if len(told):

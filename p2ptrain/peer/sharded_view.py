@@ -63,14 +63,14 @@ class ShardedView:
 
     def gather(self, plan: BlockPlan) -> torch.Tensor:
         """As `ParameterView.gather`."""
-        gathered = torch.zeros(len(plan.blocks), BLOCK)
+        gathered = torch.zeros(len(plan.blocks), BLOCK, dtype=torch.float32, device="cpu")
         with self._command(Command.GATHER, plan):
             for rank, shard in enumerate(self._shards):
                 held = shard.held(plan.blocks)
                 if rank == 0:
                     put(held, self._view.gather(self._plan(held)), gathered)
                 elif len(held.rows):
-                    values = torch.empty(len(held.rows), BLOCK)
+                    values = torch.empty(len(held.rows), BLOCK, dtype=torch.float32, device="cpu")
                     self._ranks.receive(values, rank)
                     put(held, values, gathered)
         return gathered
@@ -116,9 +116,10 @@ class ShardedView:
     def serve(self) -> None:
         """On the other ranks: do what rank 0 commands, until its `end`."""
         while True:
-            header = torch.zeros(2, dtype=torch.int64)
+            header = torch.zeros(2, dtype=torch.int64, device="cpu")
             self._ranks.copy(header)
-            command, blocks = Command(int(header[0])), torch.zeros(int(header[1]), dtype=torch.int64)
+            command = Command(int(header[0]))
+            blocks = torch.zeros(int(header[1]), dtype=torch.int64, device="cpu")
             if command is Command.END:
                 return
             if len(blocks):
@@ -128,7 +129,7 @@ class ShardedView:
                 case Command.GATHER if len(held.rows):
                     self._ranks.send(self._view.gather(self._plan(held)), 0)
                 case Command.SCATTER if len(held.rows):
-                    values = torch.empty(len(held.rows), BLOCK)
+                    values = torch.empty(len(held.rows), BLOCK, dtype=torch.float32, device="cpu")
                     self._ranks.receive(values, 0)
                     self._view.scatter(self._plan(held), values)
                 case Command.READ:
@@ -138,7 +139,7 @@ class ShardedView:
                 case Command.WRITE | Command.ADD:
                     for tensor in self._tensors:
                         if tensor.numel():
-                            values = torch.empty(tensor.numel())
+                            values = torch.empty(tensor.numel(), dtype=torch.float32, device="cpu")
                             self._ranks.receive(values, 0)
                             _change(tensor, values, adds=command is Command.ADD)
 
@@ -166,10 +167,10 @@ class ShardedView:
     def _command(self, command: Command, plan: BlockPlan | None = None) -> Iterator[None]:
         assert self._ranks.rank == 0, "only rank 0 has an exchange"
         with self._lock:
-            blocks = torch.zeros(0, dtype=torch.int64) if plan is None else torch.from_numpy(plan.blocks)
-            self._ranks.copy(torch.tensor([command, len(blocks)]))
-            if len(blocks):
-                self._ranks.copy(blocks)
+            held = 0 if plan is None else len(plan.blocks)
+            self._ranks.copy(torch.tensor([command, held], dtype=torch.int64, device="cpu"))
+            if plan is not None and held:
+                self._ranks.copy(torch.from_numpy(plan.blocks))
             try:
                 yield
             except PeerLostError:

@@ -88,7 +88,7 @@ def frozen_values(parameter: torch.Tensor, ranks: ProcessGroup | None) -> Iterat
     if ranks is not None and is_sharded(parameter) and ranks.rank == 0:
         for rank in range(1, ranks.size):
             start, stop = row_range(parameter.shape[0], rank, ranks.size)
-            part = torch.empty((stop - start) * local[:1].nbytes, dtype=torch.uint8)
+            part = torch.empty((stop - start) * local[:1].nbytes, dtype=torch.uint8, device="cpu")
             if len(part):
                 ranks.receive(part, rank)
                 yield part

@@ -1,0 +1,77 @@
+"""Two peers of one run, in this process and over a memory network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.network.thread import NetworkThread
+from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.peer.peer import Peer
+from p2ptrain.peer.sinks import Sinks
+from p2ptrain.protocol.state_sync.provenance import NO_PINS
+from p2ptrain.protocol.wire.transport import no_refusal
+from p2ptrain.settings.config import RunConfig
+
+RUN = RunConfig(run_id="pair", sync_every=3, fragment_fraction=0.1)
+DEADLINE_S = 60.0
+
+
+class Pair:
+    """A context manager: the founder has joined when it begins, and `join` adds the other peer."""
+
+    def __init__(self, model: nn.Module, *, run: RunConfig = RUN) -> None:
+        self._memory, self._run, self._stack = MemoryNetwork(), run, ExitStack()
+        self.thread = NetworkThread()
+        self._stack.callback(self.thread.stop, 10.0)
+        self.peers: list[Peer] = []
+        self.join(model)
+
+    def join(self, model: nn.Module) -> Peer:
+        """Add a peer with this model; the first one founds the run."""
+        name = "ab"[len(self.peers)]
+        network: Any = SimpleNamespace(
+            peer_id=name, transport=self._memory.transport(name), directory=self._memory.directory(name), maddrs=[],
+            failure=None, access=SimpleNamespace(refusal=no_refusal), on_event=None, bulk=None,
+        )  # fmt: skip
+        try:
+            peer = Peer(
+                ModelParts(model), self._run, None, network, self.thread, Sinks([]),
+                incarnation=f"{name}.1", may_found=not self.peers, peer_timeout_s=30.0, gossip_budget=1e6,
+                worker_threads=1, chosen=frozenset(), pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"",
+                on_status=lambda status: None,
+            )  # fmt: skip
+        except BaseException:
+            self._stack.close()
+            raise
+        self.peers.append(self._stack.enter_context(peer))
+        return peer
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def train(self, train: Callable[[], object], *, rounds: int = 2) -> list[tuple[str, str]]:
+        """Step both until so many rounds of both have landed at both, and return their two anchor hashes of each.
+
+        Args:
+            train: takes one optimizer step of each.
+        """
+        deadline = time.monotonic() + DEADLINE_S
+        landed: list[dict[int, str]] = [{} for _ in self.peers]
+        while len(common := landed[0].keys() & landed[1].keys()) < rounds:
+            assert time.monotonic() < deadline, [(peer.status, peer.round) for peer in self.peers]
+            train()
+            for peer, hashes in zip(self.peers, landed, strict=True):
+                report = peer.step(samples=1).round
+                if report is not None and len(report.contributors) == len(self.peers):
+                    hashes[report.round] = report.anchor_hash
+        return [(landed[0][number], landed[1][number]) for number in sorted(common)]

@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from p2ptrain.errors import ConfigError
 from p2ptrain.integrations.position import set_position, wait_for_last_round
 from p2ptrain.peer.group_peer import GroupPeer
+from p2ptrain.peer.model_layout import plain_names
 from p2ptrain.peer.peer import Peer
 
 # The peer's part of a Trainer's checkpoint.
@@ -133,7 +134,7 @@ class P2PCallback(TrainerCallback):
         logger.info("the run is further than the checkpoint; using the run's weights")
         anchor = self._peer.anchor_state_dict()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in plain_names(model, model.named_parameters()):
                 if name in anchor:
                     parameter.copy_(anchor[name])
 

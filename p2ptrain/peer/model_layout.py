@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import safetensors.torch
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
@@ -19,13 +22,20 @@ from p2ptrain.peer.sharding import check_sharding, frozen_values, fsdp_modules, 
 from p2ptrain.peer.side_stream import CudaSideStream
 from p2ptrain.settings.config import RunConfig
 
+T = TypeVar("T")
+
+# Where `torch.compile` and `checkpoint_wrapper` keep the module that they wrap.
+WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
 
 class ModelParts:
     """The tensors of a model, by their role in a run.
 
     Trainable floating-point parameters are exchanged and averaged (tied ones once). Frozen parameters do not change and
     must be equal on all peers: their values are part of the layout hash. Persistent buffers (such as running means)
-    stay local; a joiner downloads them from a member. The storage of tensors is never replaced.
+    stay local; a joiner downloads them from a member. The storage of tensors is never replaced. Names are those of the
+    model without torch's wrappers, so that peers which compile it, or checkpoint its activations, and peers which do
+    not train in one run.
 
     Parameters that FSDP2 has sharded are supported in a process group. The layout is that of the whole parameters, so
     that peers which shard and peers which do not train in one run.
@@ -62,7 +72,7 @@ class ModelParts:
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
         self.is_sharded = is_sharded(self.parameters[0])
         # Where the model has each parameter, and where its values were when it joined.
-        owners = [name.rpartition(".")[::2] for name in self.space.names]
+        owners = [name.rpartition(".")[::2] for name, p in model.named_parameters() if p.requires_grad]
         self._places = [(model.get_submodule(path)._parameters, leaf) for path, leaf in owners]
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.view: ParameterView | ShardedView
@@ -76,8 +86,8 @@ class ModelParts:
             self.layout_sha256 = ranks.tell({"sha256": self.layout_sha256})["sha256"]
         elif ranks is not None:
             _check_same(self.layout_sha256, ranks)
-        persistent = model.state_dict().keys()
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+        persistent = dict(plain_names(model, model.state_dict().items()))
+        self._buffers = {name: b for name, b in plain_names(model, model.named_buffers()) if name in persistent}
 
     def reshard(self) -> None:
         """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass: they would be used
@@ -159,15 +169,27 @@ class ModelParts:
         }
 
 
+def plain_names(model: torch.nn.Module, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Yield tensors of a model by the names that they have without the wrappers of torch around its modules."""
+    for name, tensor in tensors:
+        module, parts = model, []
+        for part in name.split("."):
+            parallel = isinstance(module, DataParallel | DistributedDataParallel) and part == "module"
+            if not parallel and part not in WRAPPED:
+                parts.append(part)
+            module = getattr(module, part, module)
+        yield ".".join(parts), tensor
+
+
 def _checked(model: torch.nn.Module, ranks: ProcessGroup | None) -> dict[str, torch.nn.Parameter]:
     """Return the trainable parameters by name. Raises ConfigError as `ModelParts`."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model = {type(model).__name__}: must be a torch.nn.Module")
-    for name, parameter in model.named_parameters():
+    for name, parameter in plain_names(model, model.named_parameters()):
         _check_has_values("parameter", name, parameter)
-    for name, buffer in model.named_buffers():
+    for name, buffer in plain_names(model, model.named_buffers()):
         _check_has_values("buffer", name, buffer)
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = {name: p for name, p in plain_names(model, model.named_parameters()) if p.requires_grad}
     if not trainable:
         raise ConfigError("the model has no parameter with requires_grad=True: there is nothing to train")
     for name, parameter in trainable.items():
@@ -194,14 +216,14 @@ def _check_same(sha256: str, ranks: ProcessGroup) -> None:
 
 
 def _shapes_sha256(model: torch.nn.Module) -> str:
-    lines = [f"{_header(name, parameter)}{is_sharded(parameter)}" for name, parameter in model.named_parameters()]
+    lines = [f"{_header(name, p)}{is_sharded(p)}" for name, p in plain_names(model, model.named_parameters())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _layout_sha256(model: torch.nn.Module, ranks: ProcessGroup | None) -> str:
     """All ranks, if parameters are sharded: then only that of rank 0 is right, which gets all frozen values."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in plain_names(model, model.named_parameters()):
         digest.update(_header(name, parameter).encode())
         if not parameter.requires_grad:
             for part in frozen_values(parameter, ranks):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.peer.model_layout import WRAPPED
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.files import open_file
 from p2ptrain.training import checkpoint
@@ -56,7 +57,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
 
     Args:
         model: the model as every peer of the run builds it.
-        weights: by name, as in `model.state_dict()`. For tied tensors one name is enough.
+        weights: by name, as in `model.state_dict()`, or as there with torch's wrappers around the model or parts of
+            it, such as that of `torch.compile`. For tied tensors one name is enough.
         origin: where the weights come from, for messages.
 
     Raises:
@@ -64,6 +66,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
             parameter is not the one that the model is built with.
     """
     ours = model.state_dict()
+    known = {_bare(name): name for name in ours}
+    weights = {name if name in ours else known.get(_bare(name), name): new for name, new in weights.items()}
     given = {_place(ours[name]) for name in weights if name in ours}
     missing = [name for name, tensor in ours.items() if name not in weights and _place(tensor) not in given]
     _refuse(missing, len(ours), origin, "is missing", "of the model's tensors are")
@@ -78,9 +82,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
     _refuse(shapes, len(weights), origin, "", "of the file's tensors differ")
     wild = [name for name, (_, new) in both.items() if new.is_floating_point() and not torch.isfinite(new).all()]
     _refuse(wild, len(weights), origin, "has values that are not finite", "of the file's tensors have")
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen = {_bare(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for name, (old, new) in both.items():
-        if name in frozen and not torch.equal(old, new.to(old)):
+        if _bare(name) in frozen and not torch.equal(old, new.to(old)):
             raise ConfigError(
                 f"--init-from {origin}: {name} is frozen and has other values than the model is built with, so no "
                 f"other peer could join; load it in the model's factory, or make it trainable"
@@ -100,6 +104,11 @@ def load_saved(model: nn.Module, weights: Mapping[str, torch.Tensor], run: RunCo
             f"the checkpoint does not fit model {run.model} with {run.vocab_size:,} ids ({reason}); the model's code "
             f"has changed, or another version of p2ptrain wrote it: {fix}"
         ) from error
+
+
+def _bare(name: str) -> str:
+    """A name without what torch's wrappers put into it; "module" is of DataParallel and DistributedDataParallel."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED and part != "module")
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from p2ptrain.peer.model_layout import ModelParts
 from tests.peer.pair import Pair
 
 
@@ -23,6 +25,11 @@ def defaults() -> Iterator[None]:
 def linear(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(9, 40), nn.ReLU(), nn.Linear(40, 3))
+
+
+def normed(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(9, 3), nn.BatchNorm1d(3))
 
 
 def train(*models: nn.Module) -> None:
@@ -65,3 +72,47 @@ def test_nothing_of_ours_is_made_on_the_default_device() -> None:
         hashes = pair.train(lambda: train(*models))
         assert all(ours == theirs for ours, theirs in hashes)
         assert all(values.device.type == "cpu" for values in pair.peers[0].anchor_state_dict().values())
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def compiled_in_part(model: nn.Module) -> nn.Module:
+    model[0] = compiled(model[0])  # type: ignore[operator]
+    return model
+
+
+def parallel_in_part(model: nn.Module) -> nn.Module:
+    model[1] = nn.DataParallel(model[1])  # type: ignore[operator, index]
+    return model
+
+
+def checkpointed_in_part(model: nn.Module) -> nn.Module:
+    model[1] = checkpoint_wrapper(model[1])  # type: ignore[operator, index]
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
+@pytest.mark.parametrize(
+    "wrap", [compiled, compiled_in_part, nn.DataParallel, parallel_in_part, checkpointed_in_part, checkpoint_wrapper]
+)
+@pytest.mark.parametrize("of_founder", [True, False])
+def test_a_wrapped_model_and_a_plain_one_train_together(wrap, of_founder: bool) -> None:
+    models = [normed(seed) for seed in range(2)]
+    models[0][1].running_mean += 7
+    wrapped = [wrap(models[0]), models[1]] if of_founder else [models[0], wrap(models[1])]
+    with Pair(wrapped[0]) as pair:
+        pair.join(wrapped[1])
+        assert [b.tolist() for b in models[1].buffers()] == [b.tolist() for b in models[0].buffers()]
+        hashes = pair.train(lambda: train(*wrapped))
+        assert all(ours == theirs for ours, theirs in hashes)
+        for peer in pair.peers:
+            anchor = peer.anchor_state_dict()
+            assert anchor.keys() == dict(normed(0).named_parameters()).keys()
+            assert normed(0).load_state_dict(anchor, strict=False).unexpected_keys == []
+
+
+def test_a_module_of_ones_own_may_be_called_module() -> None:
+    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    assert ModelParts(model).space.names == ["module.weight", "module.bias"]

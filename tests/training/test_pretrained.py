@@ -54,6 +54,15 @@ def test_parameters_and_buffers_are_taken_over() -> None:
     assert {id(parameter) for parameter in model.parameters()} == tensors
 
 
+@pytest.mark.parametrize("wrap", [lambda model: torch.compile(model, backend="eager"), nn.DataParallel])
+@pytest.mark.parametrize("of_file", [True, False])
+def test_wrappers_of_torch_are_looked_through(wrap, of_file: bool) -> None:
+    model, other = Model(), Model()
+    file, target = (wrap(other), model) if of_file else (other, wrap(model))
+    load_weights(target, _weights(file), origin="here")
+    assert _equal(_weights(model), _weights(other))
+
+
 def test_types_are_converted_and_one_name_of_tied_tensors_is_enough() -> None:
     model, other = Model(), Model()
     half = {

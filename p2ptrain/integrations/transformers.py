@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from p2ptrain.errors import ConfigError
 from p2ptrain.integrations.position import set_position, wait_for_last_round
 from p2ptrain.peer.group_peer import GroupPeer
-from p2ptrain.peer.model_layout import plain_names
+from p2ptrain.peer.model_tensors import plain_names
 from p2ptrain.peer.peer import Peer
 
 # The peer's part of a Trainer's checkpoint.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import safetensors.torch
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
@@ -16,16 +13,12 @@ from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.transfers import Transfers, at_once, in_pieces
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.peer.device_transfers import device_transfers
+from p2ptrain.peer.model_tensors import persistent_buffers, plain_names, trainable_parameters
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharded_view import ShardedView
-from p2ptrain.peer.sharding import check_sharding, frozen_values, fsdp_modules, is_sharded, local_of
+from p2ptrain.peer.sharding import frozen_values, fsdp_modules, is_sharded, local_of
 from p2ptrain.peer.side_stream import CudaSideStream
 from p2ptrain.settings.config import RunConfig
-
-T = TypeVar("T")
-
-# Where `torch.compile` and `checkpoint_wrapper` keep the module that they wrap.
-WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 class ModelParts:
@@ -51,14 +44,14 @@ class ModelParts:
     def __init__(self, model: torch.nn.Module, ranks: ProcessGroup | None = None) -> None:
         """All ranks, if `ranks` are given: the processes of this peer, which have the same model.
 
-        Raises ConfigError if there is nothing to train, if a trainable parameter is not of a floating-point type, if a
-        tensor has no values yet, or if the sharding is not supported. On all ranks, if one of them refuses.
+        Raises ConfigError if `trainable_parameters` or `persistent_buffers` do: on all ranks, if one of them refuses.
         """
         self._fsdp_modules = fsdp_modules(model) if isinstance(model, torch.nn.Module) else []
         self.reshard()
         refused = ""
         try:
-            trainable = _checked(model, ranks)
+            trainable = trainable_parameters(model, ranks)
+            self._buffers = persistent_buffers(model)
         except ConfigError as error:
             if ranks is None:
                 raise
@@ -86,8 +79,6 @@ class ModelParts:
             self.layout_sha256 = ranks.tell({"sha256": self.layout_sha256})["sha256"]
         elif ranks is not None:
             _check_same(self.layout_sha256, ranks)
-        persistent = dict(plain_names(model, model.state_dict().items()))
-        self._buffers = {name: b for name, b in plain_names(model, model.named_buffers()) if name in persistent}
 
     def reshard(self) -> None:
         """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass: they would be used
@@ -156,7 +147,7 @@ class ModelParts:
         for name, buffer in self._buffers.items():
             if name not in received or received[name].shape != buffer.shape or received[name].dtype != buffer.dtype:
                 raise WireError(f"buffer {name} is missing or differs in shape or type")
-        with torch.no_grad():
+        with torch.inference_mode():  # for buffers that were made in it
             for name, buffer in self._buffers.items():
                 buffer.copy_(received[name])
 
@@ -167,45 +158,6 @@ class ModelParts:
             name: line[start : start + parameter.numel()].view(parameter.shape)
             for name, parameter, start in zip(self.space.names, self.parameters, starts, strict=False)
         }
-
-
-def plain_names(model: torch.nn.Module, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Yield tensors of a model by the names that they have without the wrappers of torch around its modules."""
-    for name, tensor in tensors:
-        module, parts = model, []
-        for part in name.split("."):
-            parallel = isinstance(module, DataParallel | DistributedDataParallel) and part == "module"
-            if not parallel and part not in WRAPPED:
-                parts.append(part)
-            module = getattr(module, part, module)
-        yield ".".join(parts), tensor
-
-
-def _checked(model: torch.nn.Module, ranks: ProcessGroup | None) -> dict[str, torch.nn.Parameter]:
-    """Return the trainable parameters by name. Raises ConfigError as `ModelParts`."""
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model = {type(model).__name__}: must be a torch.nn.Module")
-    for name, parameter in plain_names(model, model.named_parameters()):
-        _check_has_values("parameter", name, parameter)
-    for name, buffer in plain_names(model, model.named_buffers()):
-        _check_has_values("buffer", name, buffer)
-    trainable = {name: p for name, p in plain_names(model, model.named_parameters()) if p.requires_grad}
-    if not trainable:
-        raise ConfigError("the model has no parameter with requires_grad=True: there is nothing to train")
-    for name, parameter in trainable.items():
-        if not parameter.is_floating_point():
-            raise ConfigError(
-                f"parameter {name} is of type {parameter.dtype}: only floating-point types can be averaged"
-            )
-    check_sharding(model, ranks)
-    return trainable
-
-
-def _check_has_values(kind: str, name: str, tensor: torch.Tensor) -> None:
-    if torch.nn.parameter.is_lazy(tensor):
-        raise ConfigError(f"{kind} {name} has no shape yet: run the model once before joining")
-    if tensor.is_meta:
-        raise ConfigError(f"{kind} {name} is on the meta device: materialise the model before joining")
 
 
 def _check_same(sha256: str, ranks: ProcessGroup) -> None:

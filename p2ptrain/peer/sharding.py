@@ -80,7 +80,7 @@ def check_sharding(model: torch.nn.Module, ranks: ProcessGroup | None) -> None:
 def frozen_values(parameter: torch.Tensor, ranks: ProcessGroup | None) -> Iterator[torch.Tensor]:
     """Yield the bytes of a parameter in parts. All ranks, if it is sharded: then rank 0 gets all, others no more."""
     local = local_of(parameter)
-    own = local.cpu().contiguous().reshape(-1).view(torch.uint8)
+    own = local.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if ranks is None or not is_sharded(parameter) or ranks.rank == 0:
         yield own
     elif len(own):

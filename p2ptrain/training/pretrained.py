@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.peer.model_layout import WRAPPED
+from p2ptrain.peer.model_tensors import WRAPPED
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.files import open_file
 from p2ptrain.training import checkpoint

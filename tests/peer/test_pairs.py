@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from p2ptrain.peer.model_layout import ModelParts
 from tests.peer.pair import Pair
 
 
@@ -113,6 +112,27 @@ def test_a_wrapped_model_and_a_plain_one_train_together(wrap, of_founder: bool) 
             assert normed(0).load_state_dict(anchor, strict=False).unexpected_keys == []
 
 
-def test_a_module_of_ones_own_may_be_called_module() -> None:
-    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    assert ModelParts(model).space.names == ["module.weight", "module.bias"]
+def in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.arange(3.0)
+
+
+@pytest.mark.parametrize(
+    "make", [in_inference_mode, lambda: torch.arange(6.0).reshape(2, 3).t(), lambda: torch.tensor([1 + 2j, 3j])]
+)
+def test_a_joiner_gets_every_kind_of_buffer_that_the_founder_was_let_in_with(make) -> None:
+    models = [linear(seed) for seed in range(2)]
+    models[0].register_buffer("given", make())
+    models[1].register_buffer("given", torch.zeros_like(make()))
+    with Pair(models[0]) as pair:
+        pair.join(models[1])
+        assert torch.equal(models[1].given, make())
+
+
+def test_frozen_parameters_may_be_expanded_or_made_in_inference_mode() -> None:
+    models = [linear(seed) for seed in range(2)]
+    for model in models:
+        model.expanded = nn.Parameter(torch.ones(1).expand(5), requires_grad=False)
+        model.inferred = nn.Parameter(in_inference_mode(), requires_grad=False)
+    with Pair(models[0]) as pair:
+        pair.join(models[1])

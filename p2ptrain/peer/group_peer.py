@@ -139,7 +139,8 @@ class GroupPeer:
             PeerLostError: a rank has ended, or did not make this call within the timeout of the process group. The
                 peer leaves the run at the end of the `with` block.
             ConfigError: on all ranks, if on one of them `loss` or `samples` is not a valid number, or the model's
-                parameters have moved since it joined; or if the samples of all ranks are more than 2**32.
+                trainable parameters are no longer those that it joined with; or if the samples of all ranks are
+                more than 2**32.
         """
         start = time.monotonic()
         number, own_loss, refused = 0, None, ""

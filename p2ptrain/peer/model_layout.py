@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import chain
+from operator import attrgetter, is_
 
 import safetensors.torch
 import torch
@@ -64,10 +66,10 @@ class ModelParts:
         self.tensors = [local_of(parameter) for parameter in self.parameters]
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
         self.is_sharded = is_sharded(self.parameters[0])
-        # Where the model has each parameter, and where its values were when it joined.
-        owners = [name.rpartition(".")[::2] for name, p in model.named_parameters() if p.requires_grad]
-        self._places = [(model.get_submodule(path)._parameters, leaf) for path, leaf in owners]
-        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        # Where the values were when the model joined. Of sharded parameters only the first is looked at.
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors[: 1 if self.is_sharded else None]]
+        self._model = model
+        self._note_modules()
         self.view: ParameterView | ShardedView
         if self.is_sharded:
             assert ranks is not None
@@ -87,24 +89,45 @@ class ModelParts:
             module.reshard()
 
     def check_in_place(self) -> None:
-        """Raise ConfigError if a parameter has moved since, as the exchange would write into its old memory.
+        """Raise ConfigError if a parameter has moved since, as the exchange would write into its old memory, or if the
+        model has got trainable parameters since, as they would not be exchanged.
 
-        Of sharded parameters only the first is checked.
+        Of sharded parameters only the first is looked at for a move.
         """
         self.reshard()
-        now = [parameters.get(leaf) for parameters, leaf in self._places]
-        if self.is_sharded:
-            addresses = [-1 if now[0] is None else local_of(now[0]).data_ptr(), *self._addresses[1:]]
-        else:
-            addresses = [-1 if parameter is None else parameter.data_ptr() for parameter in now]
-        if addresses != self._addresses:
-            pairs = zip(self._addresses, addresses, strict=True)
-            moved = [name for name, (was, is_now) in zip(self.space.names, pairs, strict=True) if was != is_now]
+        parameters = map(local_of, self.parameters[:1]) if self.is_sharded else self.parameters
+        in_place = list(map(torch.Tensor.data_ptr, parameters)) == self._addresses
+        same = all(map(is_, chain.from_iterable(self._held), self._seen))
+        if in_place and same and not any(map(attrgetter("requires_grad"), self._frozen)):
+            return
+        now = dict(plain_names(self._model, self._model.named_parameters()))
+        held, ours = set(map(id, now.values())), set(map(id, self.parameters))
+        moved = [name for name, p in zip(self.space.names, self.parameters, strict=True) if id(p) not in held]
+        if not in_place:
+            places = zip(self.space.names, self.parameters, self._addresses, strict=False)
+            moved += [name for name, p, was in places if id(p) in held and local_of(p).data_ptr() != was]
+        if moved:
             raise ConfigError(
-                f"{len(moved)} parameters of the model, such as {moved[0]}, were moved or replaced after it had joined "
-                "the run (to another device, into shared memory, or into a wrapper that copies its parameters); move "
-                "it first, then join"
+                f"{len(moved)} parameters of the model, such as {moved[0]}, were moved, replaced or removed after it "
+                "had joined the run (to another device, into shared memory, or into a wrapper that copies its "
+                "parameters); move it first, then join"
             )
+        new = [name for name, parameter in now.items() if parameter.requires_grad and id(parameter) not in ours]
+        if new:
+            raise ConfigError(
+                f"{len(new)} parameters of the model, such as {new[0]}, became trainable after it had joined the run "
+                "(in a new layer or adapter, or by unfreezing), and are not exchanged; change it first, then join"
+            )
+        self._note_modules()  # something that is not trained was changed
+
+    def _note_modules(self) -> None:
+        """Note what the modules of the model hold, for `check_in_place`."""
+        modules = list(self._model.modules())
+        # These follow the modules; the last one is there so that one of another length differs.
+        held = [held for module in modules for held in (module._parameters.values(), module._modules.values())]
+        self._held = [*held, (object(),)]
+        self._seen = list(chain.from_iterable(self._held))
+        self._frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
 
     def transfers(self) -> Transfers:
         """How an exchange moves the weights to and from host memory: beside training, on a CUDA or ROCm GPU, and in

@@ -161,8 +161,8 @@ class Peer:
             Fragments sent, merged and skipped, the round that landed (or None), and the duration.
 
         Raises:
-            ConfigError: `loss` or `samples` is invalid, or the model's parameters were moved to other tensors. Nothing
-                was exchanged.
+            ConfigError: `loss` or `samples` is invalid, or the model's trainable parameters are no longer those that
+                it joined with. Nothing was exchanged.
         """
         start_s = time.monotonic()
         number, plain = plain_samples(samples), plain_loss(loss)

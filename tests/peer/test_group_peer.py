@@ -300,7 +300,7 @@ def test_a_model_that_is_moved_after_joining_is_noticed() -> None:
         model = new_model(0)
         group_peer = GroupPeer(model, group, lambda parts: Swarm(model), device=CPU)
         model.double().float()
-        with pytest.raises(ConfigError, match="were moved or replaced after it had joined"):
+        with pytest.raises(ConfigError, match="were moved, replaced or removed after it had joined"):
             group_peer.step()
 
     on_all_ranks(work)

@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from p2ptrain.algorithms.transfers import FlatInPieces, FragmentsAtOnce
 from p2ptrain.errors import ConfigError, WireError
@@ -272,4 +273,73 @@ def test_a_model_that_is_moved_later_is_noticed(move) -> None:
     parts.check_in_place()
     move(model)
     with pytest.raises(ConfigError, match="move it first, then join"):
+        parts.check_in_place()
+
+
+class Adapted(nn.Module):
+    """A frozen layer with something trainable beside it, as LoRA."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.low = nn.Parameter(torch.zeros(2, 2))
+
+
+def append(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2))
+
+
+def adapt(model: nn.Sequential) -> None:
+    model[2] = Adapted(model[2])
+
+
+def adapt_inside(model: nn.Sequential) -> None:
+    model[1].adapter = nn.Linear(2, 2)
+
+
+def unfreeze(model: nn.Sequential) -> None:
+    model[2].bias.requires_grad_()
+
+
+def add_to_a_module_that_has_none(model: nn.Sequential) -> None:
+    model[3].slope = nn.Parameter(torch.ones(1))
+
+
+def partly_frozen() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (append, "2 parameters of the model, such as 4.weight, became trainable"),
+        (adapt, "1 parameters of the model, such as 2.low, became trainable"),
+        (adapt_inside, "2 parameters of the model, such as 1.adapter.weight, became trainable"),
+        (unfreeze, "1 parameters of the model, such as 2.bias, became trainable"),
+        (add_to_a_module_that_has_none, "1 parameters of the model, such as 3.slope, became trainable"),
+        (lambda model: model.pop(1), "such as 1.weight, were moved, replaced or removed"),
+        (lambda model: parametrizations.weight_norm(model[0]), "1 parameters of the model, such as 0.weight, were"),
+        (lambda model: setattr(model, "1", nn.Linear(2, 5)), "such as 1.weight, were moved"),
+        (lambda model: model.load_state_dict(partly_frozen().state_dict(), assign=True), "4 parameters of the model"),
+    ],
+)
+def test_parameters_that_come_or_go_later_are_noticed(change, complaint: str) -> None:
+    model = partly_frozen()
+    parts = ModelParts(model)
+    parts.check_in_place()
+    change(model)
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        parts.check_in_place()
+
+
+def test_what_is_not_trained_may_change_and_training_may_pause() -> None:
+    model = partly_frozen()
+    parts = ModelParts(model)
+    model[1].requires_grad_(False)
+    prune.random_unstructured(model[0], "bias", 1)  # which keeps the parameter, under another name
+    parts.check_in_place()
+    model[3] = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Dropout())
+    parts.check_in_place()
+    model[3][0].weight.requires_grad_()
+    with pytest.raises(ConfigError, match=re.escape("such as 3.0.weight, became trainable")):
         parts.check_in_place()

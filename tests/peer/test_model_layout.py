@@ -276,6 +276,16 @@ def test_a_model_that_is_moved_later_is_noticed(move) -> None:
         parts.check_in_place()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_script_module_that_is_moved_later_is_noticed() -> None:
+    model = torch.jit.script(normed())
+    parts = ModelParts(model)
+    parts.check_in_place()
+    model.double()
+    with pytest.raises(ConfigError, match=r"4 parameters of the model, such as 0\.weight, were moved"):
+        parts.check_in_place()
+
+
 class Adapted(nn.Module):
     """A frozen layer with something trainable beside it, as LoRA."""
 

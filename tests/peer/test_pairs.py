@@ -92,10 +92,18 @@ def checkpointed_in_part(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
+def scripted(model: nn.Module) -> nn.Module:
+    return torch.jit.script(model)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint", "ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
-    "wrap", [compiled, compiled_in_part, nn.DataParallel, parallel_in_part, checkpointed_in_part, checkpoint_wrapper]
-)
+    "wrap",
+    [
+        compiled, compiled_in_part, nn.DataParallel, parallel_in_part, checkpointed_in_part, checkpoint_wrapper,
+        scripted,
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("of_founder", [True, False])
 def test_a_wrapped_model_and_a_plain_one_train_together(wrap, of_founder: bool) -> None:
     models = [normed(seed) for seed in range(2)]

@@ -189,7 +189,8 @@ def join(
         A `Peer`; with a process group a `GroupPeer`, which has the same methods.
 
     Raises:
-        ConfigError: an argument cannot work, or the network or the run cannot be reached; the message says what to do.
+        ConfigError: an argument or the model cannot work, another peer in this process has the model, or the network or
+            the run cannot be reached; the message says what to do.
         RunMismatchError: an argument or the model contradicts the run.
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):

@@ -22,6 +22,10 @@ from p2ptrain.peer.sharding import frozen_values, fsdp_modules, is_sharded, loca
 from p2ptrain.peer.side_stream import CudaSideStream
 from p2ptrain.settings.config import RunConfig
 
+# Where the parameters lie that peers of this process write to, with their devices. Global, as such peers need not know
+# of each other, and because a mark on a user's tensor would be pickled with it.
+_written = set[tuple[torch.device, int]]()
+
 
 class ModelParts:
     """The tensors of a model, by their role in a run.
@@ -62,6 +66,7 @@ class ModelParts:
             ranks.agree(refused, "join()")
             _check_same(_shapes_sha256(model), ranks)
         self._is_alone = ranks is None
+        self._claimed = set[tuple[torch.device, int]]()
         self.parameters = list(trainable.values())
         self.tensors = [local_of(parameter) for parameter in self.parameters]
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
@@ -81,6 +86,26 @@ class ModelParts:
             self.layout_sha256 = ranks.tell({"sha256": self.layout_sha256})["sha256"]
         elif ranks is not None:
             _check_same(self.layout_sha256, ranks)
+
+    def claim(self) -> None:
+        """Take the parameters for one peer, until `release`.
+
+        Raises ConfigError if another peer of this process has one of them: both would write to it.
+        """
+        places = [(tensor.device, tensor.data_ptr()) for tensor in self.tensors]
+        taken = [name for name, place in zip(self.space.names, places, strict=True) if place in _written]
+        if taken:
+            raise ConfigError(
+                f"{len(taken)} parameters of the model, such as {taken[0]}, belong to another peer in this process, "
+                "which would write to them, too: leave() that one first, or join with a copy.deepcopy() of the model"
+            )
+        self._claimed = {place for place, tensor in zip(places, self.tensors, strict=True) if tensor.numel()}
+        _written.update(self._claimed)
+
+    def release(self) -> None:
+        """Let other peers have the parameters. May be called twice, and without `claim`."""
+        _written.difference_update(self._claimed)
+        self._claimed = set()
 
     def reshard(self) -> None:
         """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass: they would be used

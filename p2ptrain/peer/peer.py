@@ -130,6 +130,7 @@ class Peer:
             )  # fmt: skip
 
         restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())
+        parts.claim()
         self._workers = Workers(worker_threads)
         self._runner = NodeRunner(build, self._exchange, self._workers, may_found=may_found, restored=restored)
         network.on_event = self._on_event
@@ -358,6 +359,7 @@ class Peer:
             if self._scope is not None:
                 self._end_network(self._scope, reason, self._idle if landing else (lambda: True))
         finally:
+            self._parts.release()
             self.record("stop", reason=reason)
             self._records.close()
             try:

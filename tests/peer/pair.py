@@ -48,7 +48,8 @@ class Pair:
                 on_status=lambda status: None,
             )  # fmt: skip
         except BaseException:
-            self._stack.close()
+            if not self.peers:
+                self._stack.close()
             raise
         self.peers.append(self._stack.enter_context(peer))
         return peer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from p2ptrain.errors import ConfigError
+from p2ptrain.peer.peer import Peer
 from tests.peer.pair import Pair
 
 
@@ -144,3 +147,53 @@ def test_frozen_parameters_may_be_expanded_or_made_in_inference_mode() -> None:
         model.inferred = nn.Parameter(in_inference_mode(), requires_grad=False)
     with Pair(models[0]) as pair:
         pair.join(models[1])
+
+
+def with_one_of(model: nn.Module) -> nn.Module:
+    other = linear(1)
+    other[2].weight = model[2].weight  # type: ignore[index]
+    return other
+
+
+def with_the_memory_of_one_of(model: nn.Module) -> nn.Module:
+    other = linear(1)
+    other[2].weight.data = model[2].weight.data  # type: ignore[index, union-attr]
+    return other
+
+
+@pytest.mark.parametrize(
+    ("second", "complaint"),
+    [
+        (lambda model: model, r"4 parameters of the model, such as 0\.weight, belong to another peer"),
+        (compiled, r"4 parameters of the model, such as 0\.weight, belong to another peer"),
+        (with_one_of, r"1 parameters of the model, such as 2\.weight, belong to another peer"),
+        (with_the_memory_of_one_of, r"1 parameters of the model, such as 2\.weight, belong to another peer"),
+    ],
+)
+def test_two_peers_of_a_process_cannot_have_the_same_parameters_at_a_time(second, complaint: str) -> None:
+    model = linear(0)
+    model.nothing = nn.Parameter(torch.zeros(0))
+    with Pair(model) as pair:
+        with pytest.raises(ConfigError, match=complaint):
+            pair.join(second(model))
+        with pytest.raises(ConfigError, match=complaint), Pair(second(model)):
+            pass  # another run
+        with pytest.raises(ConfigError, match="belong to another peer"):
+            pair.join(second(model))  # a refusal has released nothing
+        pair.join(copy.deepcopy(model))
+        pair.peers[0].leave()
+        pair.peers[1].leave()
+        with Pair(second(model)) as again:
+            assert again.peers[0].founded
+
+
+def test_a_peer_that_could_not_join_gives_the_parameters_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(peer: Peer, on_status: object) -> None:
+        raise OSError("no network")
+
+    model = linear(0)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no network"):
+        patch.setattr(Peer, "_await_ready", broken)
+        Pair(model)
+    with Pair(model) as pair:
+        assert pair.peers[0].founded

@@ -51,6 +51,11 @@ def trainable_parameters(model: torch.nn.Module, ranks: ProcessGroup | None) -> 
             raise ConfigError(
                 f"parameter {name} is of type {parameter.dtype}: only floating-point types can be averaged"
             )
+        if parameter.itemsize < 2:
+            raise ConfigError(
+                f"parameter {name} is of type {parameter.dtype}, to which torch cannot add: keep what is trained in "
+                "bfloat16 or wider, and convert it in the forward pass, or freeze it"
+            )
         if parameter.is_inference():
             raise ConfigError(
                 f"parameter {name} was made in torch.inference_mode(), so it cannot be trained: build the model outside"

@@ -15,6 +15,8 @@ DENSE = "must be dense (torch.strided); convert it with to_dense(), or make it a
 SHARED = "has several elements in one place of memory, as after expand(), so it cannot be written: make it a clone()"
 UNSENT = "which safetensors does not send to joining peers: convert it, or register it with persistent=False"
 
+FP8 = "to which torch cannot add: keep what is trained in bfloat16 or wider"
+
 
 def test_a_module_of_ones_own_may_be_called_module() -> None:
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})
@@ -37,7 +39,9 @@ def inferred() -> torch.Tensor:
         (lambda: torch.eye(3).to_mkldnn(), DENSE, DENSE, DENSE),
         (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), f"is nested: {DENSE}", DENSE, DENSE),
         (lambda: torch.zeros(3, dtype=torch.complex128), f"of type torch.complex128, {UNSENT}", "complex128: only", ""),
-        (lambda: torch.zeros(3).to(torch.float8_e8m0fnu), f"of type torch.float8_e8m0fnu, {UNSENT}", None, ""),
+        (lambda: torch.zeros(3).to(torch.float8_e8m0fnu), f"of type torch.float8_e8m0fnu, {UNSENT}", FP8, ""),
+        (lambda: torch.zeros(3).to(torch.float8_e4m3fn), "", FP8, ""),
+        (lambda: torch.zeros(3).to(torch.float8_e5m2), "", FP8, ""),
         (lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8), f"quint8, {UNSENT}", None, ""),
         (lambda: torch._neg_view(torch.zeros(3)), "lazily negated", "lazily negated", ""),
         (inferred, "", "was made in torch.inference_mode(), so it cannot be trained: build the model outside", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.peer import Peer
-from tests.peer.pair import Pair
+from tests.peer.pair import RUN, Pair
 
 
 @pytest.fixture
@@ -34,6 +35,11 @@ def normed(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(9, 3), nn.BatchNorm1d(3))
 
 
+def convolution(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 5, 2), nn.Conv2d(5, 3, 2), nn.Flatten())
+
+
 def train(*models: nn.Module) -> None:
     """One step of SGD of each, towards outputs of 1."""
     for model in models:
@@ -52,11 +58,17 @@ def rounded(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("defaults")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
-@pytest.mark.parametrize("of_weights", [None, torch.float32])
-def test_rounds_are_the_same_under_every_default_dtype(dtype: torch.dtype, of_weights: torch.dtype | None) -> None:
-    torch.set_default_dtype(dtype)
-    models = [linear(seed).to(of_weights or dtype) for seed in range(2)]
+@pytest.mark.parametrize(
+    ("default", "of_weights"),
+    [
+        (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32), (torch.float64, torch.float32),
+        (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.float64),
+    ],
+)  # fmt: skip
+def test_rounds_are_the_same_under_every_default_dtype(default: torch.dtype, of_weights: torch.dtype) -> None:
+    torch.set_default_dtype(default)
+    models = [linear(seed).to(of_weights) for seed in range(2)]
     with Pair(models[0]) as pair:
         pair.join(models[1])
         assert all(map(torch.equal, rounded(models[0]), rounded(models[1])))
@@ -197,3 +209,30 @@ def test_a_peer_that_could_not_join_gives_the_parameters_back(monkeypatch: pytes
         Pair(model)
     with Pair(model) as pair:
         assert pair.peers[0].founded
+
+
+@pytest.mark.usefixtures("defaults")
+def test_weights_under_a_float64_default_are_bit_equal_after_the_last_round() -> None:
+    torch.set_default_dtype(torch.float64)
+    models = [linear(seed) for seed in range(2)]
+    with Pair(models[0], run=dataclasses.replace(RUN, total_steps=60)) as pair:
+        pair.join(models[1])
+        pair.finish(lambda: train(*models))
+        assert {parameter.dtype for parameter in models[0].parameters()} == {torch.float64}
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        assert pair.peers[0].anchor_hash == pair.peers[1].anchor_hash
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_convolution_may_have_its_channels_last(both: bool) -> None:
+    """At one peer or both: the order in memory is no part of the layout."""
+    models = [convolution(seed) for seed in range(2)]
+    for model in models if both else models[:1]:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        assert not model[2].weight.is_contiguous()  # type: ignore[index, union-attr]
+    with Pair(models[0]) as pair:
+        pair.join(models[1])
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        hashes = pair.train(lambda: train(*models))
+        assert all(ours == theirs for ours, theirs in hashes)
+        assert not models[0][2].weight.is_contiguous()  # type: ignore[index, union-attr]

@@ -112,7 +112,7 @@ def test_nothing_unpickles() -> None:
 
 
 def test_algorithms_are_pure() -> None:
-    """Torch, numpy, a hash function and the quiet part of the standard library: no clock, socket, thread, file or randomness."""
+    """Torch, numpy, a hash and the quiet part of the standard library: no clock, socket, thread, file or randomness."""
     loud = {
         "time", "datetime", "random", "secrets", "uuid", "os", "io", "pathlib", "tempfile", "socket", "ssl", "select",
         "threading", "queue", "concurrent", "multiprocessing", "subprocess", "signal",

@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.process_group import ProcessGroup
-from p2ptrain.peer.sharding import check_sharding
+from p2ptrain.peer.sharding import check_sharding, local_of
 
 T = TypeVar("T")
 
@@ -61,6 +61,7 @@ def trainable_parameters(model: torch.nn.Module, ranks: ProcessGroup | None) -> 
                 f"parameter {name} was made in torch.inference_mode(), so it cannot be trained: build the model outside"
             )
         _check_written("parameter", name, parameter)
+    _check_apart(trainable)
     check_sharding(model, ranks)
     return trainable
 
@@ -107,6 +108,17 @@ def _check_written(kind: str, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_neg() or tensor.is_conj():
         raise ConfigError(f"{kind} {name} is a lazily negated or conjugated view: make it a clone()")
+
+
+def _check_apart(parameters: dict[str, torch.nn.Parameter]) -> None:
+    names: dict[tuple[torch.device, int], str] = {}
+    for name, parameter in parameters.items():
+        local = local_of(parameter)
+        if local.numel() and (other := names.setdefault((local.device, local.data_ptr()), name)) != name:
+            raise ConfigError(
+                f"parameters {other} and {name} are two tensors in one memory, in which each round would land twice: "
+                "assign the first one to the second name, which ties them, or make the second one a clone()"
+            )
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -60,14 +60,15 @@ class Pair:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def finish(self, train: Callable[[], object]) -> None:
-        """Step both until the last round of a run that has a length has landed at both. `train`: as below."""
+    def finish(self, *train: Callable[[], object]) -> None:
+        """Step each until the last round of a run that has a length has landed there. `train`: an optimizer step."""
         deadline = time.monotonic() + DEADLINE_S
         while not all(peer.finished for peer in self.peers):
             assert time.monotonic() < deadline, [(peer.status, peer.run_step) for peer in self.peers]
-            train()
-            for peer in self.peers:
-                peer.step(samples=1)
+            for peer, step in zip(self.peers, train, strict=True):
+                if not peer.finished:
+                    step()
+                    peer.step(samples=1)
 
     def train(self, train: Callable[[], object], *, rounds: int = 2) -> list[tuple[str, str]]:
         """Step both until so many rounds of both have landed at both, and return their two anchor hashes of each.

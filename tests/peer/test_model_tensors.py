@@ -75,3 +75,12 @@ def test_tensors_that_cannot_be_carried_are_refused_by_name(
     check(model(False), frozen)
     if trainable is not None:
         check(model(True), trainable)
+
+
+def test_two_parameters_in_one_memory_are_refused_and_tied_ones_are_one() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+    with pytest.raises(ConfigError, match=r"parameters 0\.weight and 1\.weight are two tensors in one memory"):
+        ModelParts(model)
+    model[1].weight = model[0].weight
+    assert ModelParts(model).space.names == ["0.weight", "0.bias", "1.bias"]

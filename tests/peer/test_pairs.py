@@ -217,10 +217,9 @@ def test_weights_under_a_float64_default_are_bit_equal_after_the_last_round() ->
     models = [linear(seed) for seed in range(2)]
     with Pair(models[0], run=dataclasses.replace(RUN, total_steps=60)) as pair:
         pair.join(models[1])
-        pair.finish(lambda: train(*models))
+        pair.finish(lambda: train(models[0]), lambda: train(models[1]))
         assert {parameter.dtype for parameter in models[0].parameters()} == {torch.float64}
         assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-        assert pair.peers[0].anchor_hash == pair.peers[1].anchor_hash
 
 
 @pytest.mark.parametrize("both", [True, False])

@@ -76,6 +76,10 @@ class NetworkConfig:
     host_maddrs: tuple[str, ...] = setting(("/ip4/0.0.0.0/tcp/0",), Rule("at least one address to listen on", bool),
         metavar="ADDRESS", help="Address to listen on; repeatable.",
         why="All interfaces, so that other machines can connect. Port 0: any free one.")
+    lan: str = setting("auto", choice("auto", "on", "off", "join"),
+        help="Announce and find runs on the local network; join: do not ask.",
+        why="Open runs are announced by peers that listen on a private address, but not in containers. on: in "
+        "containers too, and that there is a closed run, without its name. join: join the run that is found.")
     announce_maddrs: tuple[str, ...] = setting((), metavar="ADDRESS",
         help="Address to announce (port forwarding); repeatable.",
         why="Addresses of this machine's network cards, and those seen by other peers, are announced by default.")

@@ -68,6 +68,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "founder": ("Qm" + "a" * 44, "Qm" + "a" * 44),
     "anchor": ("A" * 64, "A" * 64),
     "host_maddrs": ("/ip4/127.0.0.1/tcp/0", ("/ip4/127.0.0.1/tcp/0",)),
+    "lan": ("off", "off"),
     "announce_maddrs": ("/ip4/10.0.0.2/tcp/2", ("/ip4/10.0.0.2/tcp/2",)),
     "identity": ("id.key", "id.key"),
     "startup_timeout_s": ("3.5", 3.5),

@@ -1,0 +1,356 @@
+"""Runs on the local network: peers announce theirs, and `p2ptrain join` and `find` look for them.
+
+Multicast DNS and DNS service discovery (RFC 6762, 6763) carry a record of each peer. Every machine on the network can
+send any record, so what arrives is untrusted: `parse` checks it, and little is kept of a flood. A record can name only
+addresses of the local network, and whoever joins by one is pinned to the founder that it names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.network.interfaces import interfaces_of
+from p2ptrain.network.thread import NetworkThread
+from p2ptrain.protocol.wire.text import escaped, shown
+from p2ptrain.settings.config import RUN_ID
+from p2ptrain.settings.peer_config import NetworkConfig
+from p2ptrain.settings.peer_id import is_peer_id
+from p2ptrain.settings.ticket import Ticket
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceStateChange, Zeroconf
+    from zeroconf.asyncio import AsyncServiceInfo
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "_p2ptrain._tcp.local."
+# Answers take about 0.3 s on Ethernet; Wi-Fi loses multicast packets, and the question is repeated after a second.
+LOOK_S = 2.0
+# What is kept of a flood. More runs than these on one network are not expected (guess).
+MAX_RECORDS = 64
+# How often a record is brought up to date, as its step changes all the time (guess).
+UPDATE_EVERY_S = 30.0
+# A goodbye is sent three times within 0.3 s.
+GOODBYE_S = 1.0
+MAX_ADDRESSES = 4
+MAX_MODEL_CHARS = 60
+# A text of a record has at most 255 bytes, with its name.
+MAX_VALUE_BYTES = 240
+# Larger than what can be true, and small enough for a line.
+MAX_PARAMETERS, MAX_PEERS, MAX_STEP = 10**14, 10**6, 10**12
+NETWORKS = tuple(
+    map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "fc00::/7", "fe80::/10"))
+)
+_ADDRESS = re.compile(r"/ip([46])/([0-9a-f:.]{2,39})/(?:tcp/(\d{1,5})|udp/(\d{1,5})/quic(?:-v1)?)", re.ASCII)
+# Docker's and Podman's.
+_CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """What one peer says of its run. That of a closed run has none of this: `run_id` is "".
+
+    Attributes:
+        model: its name; safe to print. "" if the peer does not know it: a bootstrap node.
+        parameters, peers, step: of the run; 0 if the peer does not know them.
+        founder: id of the run's founder; "" if the peer does not know it.
+        peer_id: of the peer itself.
+        addresses: its addresses on the local network, which end in its id.
+    """
+
+    run_id: str = ""
+    model: str = ""
+    parameters: int = 0
+    peers: int = 0
+    step: int = 0
+    founder: str = ""
+    peer_id: str = ""
+    addresses: tuple[str, ...] = ()
+
+
+CLOSED = Announcement()
+
+
+@dataclass(frozen=True)
+class LanRun:
+    """A run on the local network, as its peers announce it; attributes as of `Announcement`."""
+
+    run_id: str
+    model: str
+    parameters: int
+    peers: int
+    step: int
+    founder: str
+    addresses: tuple[str, ...]
+
+    @property
+    def ticket(self) -> Ticket:
+        """Joins this run, and no other founder's."""
+        return Ticket(self.run_id, self.addresses, self.founder)
+
+
+# --- decisions ---------------------------------------------------------------------------------------------------
+
+
+def looks(config: NetworkConfig, *, in_container: bool) -> bool:
+    """Whether a peer without initial peers looks for runs: a run key is of a run that no record names."""
+    return _is_on(config, in_container) and config.key is None
+
+
+def announces(config: NetworkConfig, *, in_container: bool) -> bool:
+    """Whether a peer announces its run; only if the user asks for it, that there is a closed one."""
+    return _is_on(config, in_container) and (not is_closed(config) or config.lan == "on")
+
+
+def is_closed(config: NetworkConfig) -> bool:
+    """Whether only some may join the run through this peer."""
+    return config.key is not None or config.allow is not None
+
+
+def _is_on(config: NetworkConfig, in_container: bool) -> bool:
+    return config.lan in ("on", "join") or (config.lan == "auto" and not in_container)
+
+
+def decide(found: int, *, lan: str, can_ask: bool) -> Literal["start", "join", "ask", "refuse"]:
+    """What `p2ptrain join` does when it has found that many runs.
+
+    Args:
+        found: runs that this peer could join.
+        lan: the setting.
+        can_ask: whether there is a terminal.
+    """
+    if not found:
+        return "start"
+    if found == 1 and lan == "join":
+        return "join"
+    return "ask" if can_ask and lan != "join" else "refuse"
+
+
+def is_local(host: str) -> bool:
+    """Whether an IP address is one of a local network: private or link-local."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    return any(address.version == network.version and address in network for network in NETWORKS)
+
+
+def local_hosts(host_maddrs: Iterable[str], own: Iterable[str]) -> list[str]:
+    """The IPv4 addresses of this machine's local networks on which a peer listens.
+
+    Args:
+        host_maddrs: where it listens; /ip4/0.0.0.0 is everywhere.
+        own: all addresses of this machine.
+    """
+    listening = {maddr.split("/")[2] for maddr in host_maddrs if maddr.startswith("/ip4/")}
+    return [host for host in own if ":" not in host and is_local(host) and {host, "0.0.0.0"} & listening]
+
+
+def runs_of(announcements: Iterable[Announcement]) -> list[LanRun]:
+    """The open runs that peers announce. Runs of one name are different ones if their founders are."""
+    named: dict[tuple[str, str], dict[str, Announcement]] = {}
+    for one in sorted(announcements, key=lambda one: one.peer_id):
+        if one.run_id:
+            named.setdefault((one.run_id, one.founder), {})[one.peer_id] = one
+    with_peers = {run_id for run_id, founder in named if founder}
+    runs = []
+    for (run_id, founder), by_peer in sorted(named.items()):
+        if not founder and run_id in with_peers:
+            continue  # a bootstrap node's record adds nothing to those of peers
+        members = list(by_peer.values())
+        one = max(members, key=lambda member: member.step)
+        # One address of each peer first: a ticket holds six.
+        turns = chain.from_iterable(zip_longest(*(member.addresses for member in members)))
+        addresses = tuple(address for address in turns if address is not None)
+        peers = max(member.peers for member in members)
+        runs.append(LanRun(run_id, one.model, one.parameters, peers, one.step, founder, addresses))
+    return runs
+
+
+def matching(runs: Iterable[LanRun], run_id: str | None, founder: str = "") -> list[LanRun]:
+    """The runs with this name, None for any, and this founder, "" for any."""
+    return [run for run in runs if run_id in (None, run.run_id) and founder in ("", run.founder)]
+
+
+# --- records -----------------------------------------------------------------------------------------------------
+
+
+def record_of(announcement: Announcement) -> dict[str, str] | None:
+    """The texts of a record; None if one of them is too long for it."""
+    if not announcement.run_id:
+        return {"v": "1", "key": "1"}
+    hosts = [address.rpartition("/p2p/")[0] for address in announcement.addresses]
+    record = {
+        "v": "1", "key": "0", "run": announcement.run_id, "model": announcement.model,
+        "params": str(announcement.parameters), "peers": str(announcement.peers), "step": str(announcement.step),
+        "founder": announcement.founder, "id": announcement.peer_id,
+        **{f"a{number}": host for number, host in enumerate(hosts)},
+    }  # fmt: skip
+    return record if all(len(value.encode()) <= MAX_VALUE_BYTES for value in record.values()) else None
+
+
+def parse(record: Mapping[bytes, bytes | None]) -> Announcement | None:
+    """Read a record of another machine; None if it breaks a rule."""
+    try:
+        return _parse({name: (value or b"").decode() for name, value in record.items() if name in _NAMES})
+    except (KeyError, ValueError):
+        return None
+
+
+_NAMES = {name.encode() for name in ("v", "key", "run", "model", "params", "peers", "step", "founder", "id")} | {
+    f"a{number}".encode() for number in range(MAX_ADDRESSES)
+}
+
+
+def _parse(texts: dict[bytes, str]) -> Announcement:
+    """Raises KeyError or ValueError."""
+    if texts[b"v"] != "1" or texts[b"key"] not in ("0", "1"):
+        raise ValueError("version or key")
+    if texts[b"key"] == "1":
+        return CLOSED
+    run_id, founder, peer_id = texts[b"run"], texts[b"founder"], texts[b"id"]
+    if not RUN_ID.fits(run_id) or escaped(run_id) != run_id:
+        raise ValueError("run id")
+    if not is_peer_id(peer_id) or (founder and not is_peer_id(founder)):
+        raise ValueError("peer id")
+    addresses = [texts[name] for name in sorted(_NAMES) if name[:1] == b"a" and name in texts]
+    if not addresses or not all(map(_is_local_maddr, addresses)):
+        raise ValueError("addresses")
+    return Announcement(
+        run_id=run_id, model=shown(texts[b"model"], MAX_MODEL_CHARS), founder=founder, peer_id=peer_id,
+        parameters=_number(texts[b"params"], MAX_PARAMETERS), peers=_number(texts[b"peers"], MAX_PEERS),
+        step=_number(texts[b"step"], MAX_STEP),
+        addresses=tuple(f"{address}/p2p/{peer_id}" for address in addresses),
+    )  # fmt: skip
+
+
+def _number(text: str, most: int) -> int:
+    if not re.fullmatch(r"\d{1,15}", text, re.ASCII) or int(text) > most:
+        raise ValueError("number")
+    return int(text)
+
+
+def _is_local_maddr(maddr: str) -> bool:
+    """Whether it is an address of a local network, without a peer id."""
+    if (found := _ADDRESS.fullmatch(maddr)) is None:
+        return False
+    family, host, *ports = found.groups()
+    port = int(ports[0] or ports[1])
+    return (":" in host) == (family == "6") and is_local(host) and 0 < port < 65536
+
+
+def local_maddrs(maddrs: Iterable[str]) -> tuple[str, ...]:
+    """Those addresses of a peer that a record can name, with its id."""
+    fitting = [maddr for maddr in maddrs if _is_local_maddr(maddr.rpartition("/p2p/")[0])]
+    return tuple(fitting[:MAX_ADDRESSES])
+
+
+# --- this machine and its network --------------------------------------------------------------------------------
+
+
+def in_container() -> bool:
+    """Whether this process seems to run in a container, whose network other machines do not see."""
+    marks = ("container", "KUBERNETES_SERVICE_HOST")
+    return any(mark in os.environ for mark in marks) or any(Path(name).exists() for name in _CONTAINER_FILES)
+
+
+def hosts_of(host_maddrs: Iterable[str]) -> list[str]:
+    """The addresses of this machine through which it announces and looks; none if it listens on loopback only."""
+    return local_hosts(host_maddrs, [interface.address for interface in interfaces_of(())])
+
+
+def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
+    """Look for announcements through these addresses of this machine. Blocks for that long.
+
+    Logs, and returns what there is, if multicast does not work here.
+    """
+    if not hosts:
+        return []
+    thread = NetworkThread()
+    try:
+        return thread.run(lambda: from_asyncio(_look(hosts, seconds)), timeout_s=seconds + 10)
+    finally:
+        thread.stop(GOODBYE_S)
+
+
+async def announce(describe: Callable[[], Announcement], hosts: Sequence[str]) -> None:
+    """Announce a run through these addresses of this machine until cancelled, then say goodbye.
+
+    Args:
+        describe: called at the beginning, and every UPDATE_EVERY_S.
+    """
+    await from_asyncio(_announce(describe, hosts))
+
+
+async def _announce(describe: Callable[[], Announcement], hosts: Sequence[str]) -> None:
+    from zeroconf import Error, IPVersion
+    from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+    name, told = secrets.token_hex(8), None  # nothing that would tell a closed run's peer
+    try:
+        zeroconf = AsyncZeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
+    except (OSError, RuntimeError) as error:
+        logger.info("the run is not announced on the local network: %s", error)
+        return
+    try:
+        while True:
+            record = record_of(describe())
+            if record is not None and record != told:
+                info = AsyncServiceInfo(
+                    SERVICE, f"{name}.{SERVICE}", port=9, properties=record, server=f"{name}.local.",
+                    parsed_addresses=list(hosts),
+                )  # fmt: skip
+                change = zeroconf.async_update_service if told else zeroconf.async_register_service
+                await (await change(info))
+                told = record
+            await asyncio.sleep(UPDATE_EVERY_S)
+    except (OSError, RuntimeError, Error) as error:
+        logger.info("the run is no longer announced on the local network: %s", error)
+    finally:
+        with contextlib.suppress(OSError, RuntimeError, Error, TimeoutError):
+            await asyncio.wait_for(zeroconf.async_close(), GOODBYE_S)
+
+
+async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
+    from zeroconf import Error, IPVersion, ServiceStateChange
+    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+    found: dict[str, AsyncServiceInfo] = {}
+    asking: set[asyncio.Task[bool]] = set()
+
+    def note(*, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        if state_change is ServiceStateChange.Removed:
+            found.pop(name, None)
+        elif name not in found and len(asking) < MAX_RECORDS:
+            with contextlib.suppress(Error, ValueError):  # a name that is none
+                found[name] = AsyncServiceInfo(SERVICE, name)
+                asking.add(asyncio.ensure_future(found[name].async_request(zeroconf, seconds * 1000)))
+
+    try:
+        zeroconf = AsyncZeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
+    except (OSError, RuntimeError) as error:
+        logger.info("cannot look for runs on the local network: %s", error)
+        return []
+    try:
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[note])
+        await asyncio.sleep(seconds)
+        await browser.async_cancel()
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        with contextlib.suppress(OSError, RuntimeError, Error, TimeoutError):
+            await asyncio.wait_for(zeroconf.async_close(), GOODBYE_S)
+    return [parsed for info in found.values() if (parsed := parse(info.properties)) is not None]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError, UnreachableError
+from p2ptrain.network.lan import Announcement
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.protocol.links.strikes import Struck
 from p2ptrain.protocol.state_sync.provenance import Pins
@@ -147,6 +148,9 @@ class FakeNetworkSession:
         pass
 
     def accept_nobody(self) -> None:
+        pass
+
+    def announce(self, describe: Callable[[], Announcement]) -> None:
         pass
 
     def find_tokenizer(self, run: RunConfig) -> bytes | None:

@@ -33,6 +33,7 @@ def bootstrap(settings: Settings) -> None:
     On each machine that trains, the line that it prints:
         p2ptrain join --initial-peers /ip4/203.0.113.7/tcp/4001/p2p/Qm…
     """
+    from p2ptrain.network.lan import Announcement, local_maddrs
     from p2ptrain.peer.session import NetworkSession
     from p2ptrain.protocol.membership.reachability import best_first
     from p2ptrain.settings.initial_peers import join_line, ticket_line, write_addresses
@@ -58,6 +59,8 @@ def bootstrap(settings: Settings) -> None:
         if (line := ticket_line(best_first(session.network.maddrs), run_id)) is not None:
             click.echo("or with this ticket:")
             click.echo(line)
+        peer_id, maddrs = session.network.peer_id, session.network.maddrs
+        session.announce(lambda: Announcement(run_id=run_id, peer_id=peer_id, addresses=local_maddrs(maddrs)))
         while not stop():
             if session.network.failure is not None:
                 raise session.network.failure

@@ -51,8 +51,8 @@ def cli() -> None:
 
 
 for command in (
-    demo, join, key, bootstrap, peers, dashboard, doctor, estimate, data, generate, export, simulate, reproduce, config,
-    completion,
+    demo, join, key, bootstrap, peers, dashboard, doctor, estimate, data, generate, export, simulate, reproduce,
+    config, completion,
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -63,6 +63,8 @@ def main() -> None:
     logging.getLogger("p2ptrain").setLevel(logging.INFO)
     # It has a handler of its own: its lines, such as retries of a download, would appear twice.
     logging.getLogger("huggingface_hub").propagate = False
+    # It warns of malformed packets, which any machine on the network can send.
+    logging.getLogger("zeroconf").propagate = False
     # Containers and service managers stop programs with SIGTERM: treat it as Ctrl-C from the start.
     interrupt_on_signals()
     rank = rank_of(os.environ)

@@ -16,6 +16,7 @@ import torch
 import trio
 
 from p2ptrain.errors import TransientError
+from p2ptrain.network import lan
 from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.bootstrap import ways_in
 from p2ptrain.network.host import Network, open_network
@@ -66,6 +67,7 @@ class NetworkSession:
         self._peer_timeout_s = config.peer_timeout_s
         self._gossip_budget = config.gossip_budget
         self._key = config.key
+        self._config = config
         self.knows_others = bool(ways_in(config)) and not alone
         self._thread = NetworkThread()
         self._closing = trio.Event()
@@ -193,7 +195,7 @@ class NetworkSession:
         records = Sinks([*files, *sinks])
         try:
             parts = model if isinstance(model, ModelParts) else ModelParts(model)
-            return Peer(
+            peer = Peer(
                 parts, run, optimizer, self.network, self._thread, records,
                 worker_threads=worker_threads or default_threads(),
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
@@ -201,9 +203,22 @@ class NetworkSession:
                 chosen=self._chosen, closed=self._closed_run(run.run_id), pins=self.pins,
                 resume_state=resume_state, tokenizer=tokenizer, on_status=on_status or (lambda status: None),
             )  # fmt: skip
+            self.announce(lambda: _announcement_of(peer, parts.space.numel))
+            return peer
         except BaseException:
             records.close()
             raise
+
+    def announce(self, describe: Callable[[], lan.Announcement]) -> None:
+        """Announce a run on the local network until the network closes, if the user's settings allow it.
+
+        `describe`: called on the network thread. Of a closed run, only that there is one is announced.
+        """
+        config = self._config
+        hosts = lan.hosts_of(config.host_maddrs)
+        if hosts and lan.announces(config, in_container=lan.in_container()):
+            describe = (lambda: lan.CLOSED) if lan.is_closed(config) else describe
+            self._thread.start_soon(lan.announce, describe, hosts)
 
     def _closed_run(self, run_id: str) -> ClosedRun | None:
         return None if self._key is None else ClosedRun(self._key, run_id, secrets.token_bytes)
@@ -228,3 +243,10 @@ class NetworkSession:
         finally:
             self._closed.set()
             self._opened.cancel()  # unless it is done
+
+
+def _announcement_of(peer: Peer, parameters: int) -> lan.Announcement:
+    return lan.Announcement(
+        run_id=peer.run.run_id, model=peer.run.model, parameters=parameters, peers=1 + len(peer.alive),
+        step=peer.run_step, founder=peer.run_founder, peer_id=peer.peer_id, addresses=lan.local_maddrs(peer.maddrs),
+    )  # fmt: skip

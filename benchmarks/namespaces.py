@@ -69,10 +69,10 @@ class Wires:
             self._run(self._switch, "ip", "link", "add", bridge, "type", "bridge")
             self._run(self._switch, "ip", "link", "set", bridge, "up")
 
-    def machine(self, *, mbit: float | None = None) -> Machine:
+    def machine(self, *, mbit: float | None = None, subnet: str = SUBNET) -> Machine:
         """Add a machine to the switch; `mbit` limits its link in each direction, in Mbit/s."""
         number = next(self._numbers)
-        address = f"{SUBNET}.{number}"
+        address = f"{subnet}.{number}"
         machine = Machine(self._enter(pid := self._namespace()), address, f"port{number}", pid)
         self._join(machine, self._switch, f"{address}/24", mbit)
         self._run(self._switch, "ip", "link", "set", machine.port, "master", "whole")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from p2ptrain.cli.find import choose_nearby
 from p2ptrain.cli.options import SettingsCommand, settings_command
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.access import Access
@@ -45,15 +46,17 @@ class JoinCommand(SettingsCommand):
 @settings_command(*SETTINGS, common=COMMON, kind=JoinCommand)
 @click.option("--plain", is_flag=True, help="Print lines instead of a live view; default without a terminal.")
 @click.option("--share-key", is_flag=True, help="Put the run key into the printed ticket, which is then a secret.")
-def join(settings: Settings, plain: bool, share_key: bool) -> None:
+@click.option("--new", is_flag=True, help="Start a run without looking for others on the local network.")
+def join(settings: Settings, plain: bool, share_key: bool, new: bool) -> None:
     """Start a run or join one, and train.
 
-    Without a ticket or --initial-peers a new run starts, and prints the command and the ticket with which other
-    machines join it. A peer that joins adopts the run's settings, weights, step and learning rate. Ctrl-C leaves the
-    run and writes a checkpoint; the same command continues from it.
+    Without a ticket or --initial-peers it looks for runs on the local network for two seconds, and asks whether to join
+    one. If there is none, a new run starts, and prints the command and the ticket with which other machines join it. A
+    peer that joins adopts the run's settings, weights, step and learning rate. Ctrl-C leaves the run and writes a
+    checkpoint; the same command continues from it.
 
     \b
-    Start a run: a small GPT on the source code of Python's library:
+    Start a run: a small GPT on the source code of Python's library; or join one on the local network:
         p2ptrain join
     Join it from another machine, on one CPU core:
         p2ptrain join p2pt1… --threads 1
@@ -68,6 +71,11 @@ def join(settings: Settings, plain: bool, share_key: bool) -> None:
             require_extra("dashboard", f"--{name}")
     # The import of torch takes seconds: check first what is cheap to check.
     network = settings.network_config()
+    if new and network.initial_peers:
+        raise ConfigError("--new: has no meaning with a ticket or --initial-peers; leave one of them out")
+    if not new and not network.initial_peers:
+        settings = choose_nearby(settings, network)
+        network = settings.network_config()
     Access(network).check_allowed(network.initial_peers)
     if share_key and network.key is None:
         raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")

@@ -18,6 +18,7 @@ from p2ptrain.cli.demo import demo
 from p2ptrain.cli.doctor import doctor
 from p2ptrain.cli.estimate import estimate
 from p2ptrain.cli.export import export
+from p2ptrain.cli.find import find
 from p2ptrain.cli.generate import generate
 from p2ptrain.cli.join import join
 from p2ptrain.cli.key import key
@@ -44,6 +45,8 @@ def cli() -> None:
         p2ptrain demo
     Start a run:
         p2ptrain join
+    Join it from machines on the same network, after a question:
+        p2ptrain join
     Join it from other machines, with the ticket or the address that it prints:
         p2ptrain join p2pt1…
         p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
@@ -51,7 +54,7 @@ def cli() -> None:
 
 
 for command in (
-    demo, join, key, bootstrap, peers, dashboard, doctor, estimate, data, generate, export, simulate, reproduce,
+    demo, join, find, key, bootstrap, peers, dashboard, doctor, estimate, data, generate, export, simulate, reproduce,
     config, completion,
 ):  # fmt: skip
     cli.add_command(command)

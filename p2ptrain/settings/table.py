@@ -24,7 +24,7 @@ from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PAIR_DEFAULTS, PRESETS, muon_defaults
 from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
-from p2ptrain.settings.ticket import Ticket
+from p2ptrain.settings.ticket import Ticket, ticket_text
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
@@ -87,6 +87,13 @@ class Settings:
         if self.explicit("data"):
             given["data"] = BUILTIN_DATA if self.values["data"] == BUILTIN_DATA else "text"
         return {**given, **self.from_files}
+
+    def with_ticket(self, ticket: Ticket, source: str) -> Settings:
+        """These settings, as if the user had given the ticket. Raises ConfigError if they contradict it."""
+        word = ticket_text(ticket)
+        assert word is not None, "it has no address"
+        values, sources = {**self.values, "initial_peers": (word,)}, {**self.sources, "initial_peers": source}
+        return dataclasses.replace(self, values=values, sources=sources, ticket=_use_ticket(values, sources))
 
     def with_tokenizer(self, identity: str, vocab_size: int) -> Settings:
         """These settings, and the run's tokenizer, as the user's files and flags say."""

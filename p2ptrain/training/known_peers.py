@@ -15,11 +15,10 @@ from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.settings.initial_peers import write_addresses
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.training.checkpoint import Checkpoint
+from p2ptrain.training.output_dir import KNOWN_PEERS_FILE
 
 if TYPE_CHECKING:
     from p2ptrain.peer.session import NetworkSession
-
-KNOWN_PEERS_FILE = "peers.txt"
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from p2ptrain.errors import ConfigError
 
 # Guess: more peers than these are not started in one directory without --out.
 MAX_NUMBERED = 100
+KNOWN_PEERS_FILE = "peers.txt"
 
 
 @contextmanager
@@ -44,6 +45,21 @@ def claim_out(out: str | None, run_id: str, *, joins: bool) -> Iterator[Path]:
         f"--out {first}: another p2ptrain process uses this directory; stop it, give another --out, "
         f"or join it with the command that it printed (p2ptrain join --initial-peers …)"
     )
+
+
+def has_run(out: str | None, run_id: str) -> bool:
+    """Whether the directory that `claim_out` would give a first peer holds a run to continue.
+
+    That is a checkpoint, or the addresses of the others. Raises ConfigError if the directory cannot be used.
+    """
+    directory = Path(out or f"p2ptrain-{run_id}")
+    if not any(directory.glob("checkpoint-*")) and not (directory / KNOWN_PEERS_FILE).exists():
+        return False
+    lock = _lock(directory)
+    if lock is None:
+        return False  # it is another peer's, which is running
+    lock.release()
+    return True
 
 
 def make_directory(directory: Path) -> None:

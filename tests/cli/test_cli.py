@@ -33,6 +33,7 @@ from tests.training.characters import VOCAB_SIZE
 
 COMMANDS = (
     ["join"],
+    ["find"],
     ["bootstrap"],
     ["peers"],
     ["dashboard"],
@@ -54,6 +55,11 @@ def session(monkeypatch: pytest.MonkeyPatch) -> type[FakeNetworkSession]:
 @pytest.fixture(autouse=True)
 def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def without_a_local_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.network.lan.hosts_of", lambda maddrs: [])
 
 
 def _output(*arguments: str) -> str:

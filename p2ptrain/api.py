@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.prometheus import PrometheusSink
+from p2ptrain.network.lan import hosts_of, look, matching, runs_of
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
@@ -115,7 +116,7 @@ def join(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     run_id: str = "p2ptrain",
-    initial_peers: Sequence[str] = (),
+    initial_peers: Sequence[str] | Literal["lan"] = (),
     founder: str = "",
     anchor: str = "",
     sparta: Sparta | None = None,
@@ -125,6 +126,7 @@ def join(
     identity: str | Path | None = None,
     host_maddrs: Sequence[str] = NetworkConfig.host_maddrs,
     announce_maddrs: Sequence[str] = (),
+    lan: str = NetworkConfig.lan,
     peer_timeout_s: float = NetworkConfig.peer_timeout_s,
     gossip_budget: float = NetworkConfig.gossip_budget,
     bulk: str = NetworkConfig.bulk,
@@ -155,7 +157,8 @@ def join(
         model: overwritten with the run's weights when joining a live run.
         optimizer: the inner optimizer; needed only with `DiLoCo(inner_moments="averaged")`.
         run_id: name of the run.
-        initial_peers: addresses (`peer.maddrs`) of any peers of the run, or of a bootstrap node.
+        initial_peers: addresses (`peer.maddrs`) of any peers of the run, or of a bootstrap node. "lan": look for an
+            open run of this name on the local network, for two seconds.
         founder: id of the peer that must have founded the run; "" for any.
         anchor: hash of a record that the run's history must contain (a `record_sha256` of its metrics); "" for any.
         sparta: gossip settings; a joiner may leave them out and adopts the run's.
@@ -165,6 +168,8 @@ def join(
         identity: key file that keeps this peer's id over restarts; created if missing.
         host_maddrs: addresses to listen on.
         announce_maddrs: addresses that other peers should dial, for example with port forwarding.
+        lan: whether to announce the run on the local network: "auto", as of open runs outside of containers, "on" or
+            "off".
         peer_timeout_s: longest time without a message before a peer is considered lost; shorter timeouts are derived
             from measurements.
         gossip_budget: share of this machine's CPU time that gossip may take. Where pushes at every step cost more,
@@ -197,8 +202,10 @@ def join(
         raise ConfigError(f"optimizer = {optimizer!r}: must be a torch.optim.Optimizer, or left out")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
         raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed")
-    if isinstance(initial_peers, str):
-        raise ConfigError(f"initial_peers = {shortened(initial_peers)}: must be a list of addresses; put it in [ ]")
+    if isinstance(initial_peers, str) and initial_peers != "lan":
+        raise ConfigError(
+            f"initial_peers = {shortened(initial_peers)}: must be a list of addresses, or 'lan'; put it in [ ]"
+        )
     if not isinstance(sparta, Sparta | None):
         raise ConfigError(f"sparta = {sparta!r}: must be p2ptrain.Sparta(fragment_fraction=…), or left out")
     if not isinstance(diloco, DiLoCo | None):
@@ -228,9 +235,13 @@ def join(
             if run_key is not None:
                 key = read_key(Path(run_key).expanduser())
                 warn_if_shared(Path(run_key).expanduser())
+            if initial_peers == "lan":
+                peers, pinned_to = _find_on_lan(run_id, founder, host_maddrs)
+            else:
+                peers, pinned_to = tuple(initial_peers), founder
             network = NetworkConfig(
-                initial_peers=tuple(initial_peers), founder=founder, anchor=anchor, host_maddrs=tuple(host_maddrs),
-                announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
+                initial_peers=peers, founder=pinned_to, anchor=anchor, host_maddrs=tuple(host_maddrs),
+                announce_maddrs=tuple(announce_maddrs), lan=lan, identity=None if identity is None else str(identity),
                 peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, allow=None if allow is None else str(allow),
                 bulk=bulk, bulk_port=bulk_port,
                 deny=None if deny is None else str(deny), run_key=None if run_key is None else str(run_key), key=key,
@@ -238,7 +249,7 @@ def join(
             PeerConfig(worker_threads=worker_threads)  # checks it
             Access(network).check_allowed(network.initial_peers)
             session = failing.enter_context(NetworkSession(network))
-            found = session.find_run(run_id, explicit=explicit) if initial_peers else None
+            found = session.find_run(run_id, explicit=explicit) if peers else None
             if initial_peers and found is None and resume is None:
                 logger.warning("no peers found for run %r; starting it (run_id= chooses another run)", run_id)
             run = resolve_run(explicit, found)
@@ -268,6 +279,21 @@ def join(
     except ConfigError as error:
         # Its way here, through the tasks of the network thread, says nothing to the caller and fills a screen.
         raise error.with_traceback(None) from None
+
+
+def _find_on_lan(run_id: str, founder: str, host_maddrs: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Addresses and founder of the run of this name on the local network; neither if there is none.
+
+    Raises ConfigError if there are several.
+    """
+    runs = matching(runs_of(look(hosts_of(host_maddrs))), run_id, founder)
+    if len(runs) > 1:
+        founders = ", ".join(run.founder for run in runs)
+        raise ConfigError(
+            f"initial_peers = 'lan': found {len(runs)} runs named {run_id!r}; give founder= one of {founders}, or "
+            "addresses"
+        )
+    return (runs[0].addresses, runs[0].founder) if runs else ((), founder)
 
 
 def _take_port(endpoint: str, stack: ExitStack) -> Callable[[Peer], str]:

@@ -11,9 +11,11 @@ from torch import nn
 
 import p2ptrain
 from p2ptrain.errors import ConfigError
+from p2ptrain.network.lan import Announcement
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.extras import EXTRAS
 from tests.fakes import MADDR, FakeNetworkSession
+from tests.network.test_lan import A, B
 
 WARNING = "no peers found for run 'x'; starting it (run_id= chooses another run)"
 
@@ -79,8 +81,56 @@ def test_a_dashboard_without_its_extra_is_refused_with_the_pip_command(monkeypat
         p2ptrain.join(nn.Linear(2, 2), run_id="x", dashboard=8080)
 
 
+NEAR = Announcement(
+    run_id="x", model="", parameters=6, peers=1, step=3, founder=A, peer_id=A,
+    addresses=(f"/ip4/192.168.1.5/tcp/4001/p2p/{A}",),
+)  # fmt: skip
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> type[FakeNetworkSession]:
+    """A session of a live run, and a machine on a local network."""
+    session = type("NetworkSession", (FakeNetworkSession,), {"live": RunConfig(run_id="x")})
+    monkeypatch.setattr("p2ptrain.api.NetworkSession", session)
+    monkeypatch.setattr("p2ptrain.api.hosts_of", lambda maddrs: ["192.168.1.2"])
+    return session
+
+
+def test_a_run_on_the_local_network_is_joined_by_its_name(
+    opened: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = dataclasses.replace(NEAR, run_id="y")
+    monkeypatch.setattr("p2ptrain.api.look", lambda hosts: [other, NEAR])
+    p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers="lan")
+    assert opened.opened is not None
+    assert (opened.opened.initial_peers, opened.opened.founder) == (NEAR.addresses, A)
+
+
+def test_a_run_that_is_not_on_the_local_network_is_started(
+    opened: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("p2ptrain.api.look", lambda hosts: [])
+    opened.live = None
+    with caplog.at_level(logging.WARNING):
+        peer = p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers="lan")
+    assert [record.getMessage() for record in caplog.records] == [WARNING]
+    assert getattr(peer, "founded", False)
+
+
+def test_of_two_runs_of_one_name_the_user_chooses(
+    opened: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    false = dataclasses.replace(NEAR, founder=B, peer_id=B)
+    monkeypatch.setattr("p2ptrain.api.look", lambda hosts: [false, NEAR])
+    with pytest.raises(ConfigError, match=f"found 2 runs named 'x'; give founder= one of {B}, {A}, or addresses"):
+        p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers="lan")
+    p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers="lan", founder=A)
+    assert opened.opened is not None
+    assert opened.opened.founder == A
+
+
 def test_a_ticket_in_place_of_a_list_is_not_shown() -> None:
-    with pytest.raises(ConfigError, match="initial_peers = 'p2pt1…': must be a list"):
+    with pytest.raises(ConfigError, match="initial_peers = 'p2pt1…': must be a list of addresses, or 'lan'"):
         p2ptrain.join(nn.Linear(2, 2), initial_peers="p2pt1" + "ab" * 40)
 
 

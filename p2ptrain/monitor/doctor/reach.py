@@ -139,7 +139,7 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
 def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
     """Yield a finding for each initial peer; one that answers is enough."""
     if not peers:
-        yield Finding("initial peers", Mark.OK, "none given: join would start a new run")
+        yield Finding("initial peers", Mark.OK, "none given: join looks on the local network, else starts a run")
     enough = any(peer.answered_s is not None for peer in peers)
     bad = Mark.WARNING if enough else Mark.FAILED
     for peer in peers:

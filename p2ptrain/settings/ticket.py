@@ -1,8 +1,9 @@
 """Tickets: one word that holds what a peer needs to join a run.
 
 `p2pt1` and the base32 form of: flags, the run id, the run key if it is shared, the peer ids, and the addresses, in
-which peer ids are numbers; then a checksum. A ticket for one address has about 100 characters. A ticket that holds the
-key is a secret; messages about tickets never show them.
+which peer ids are numbers; then a checksum. The usual ticket, for one IPv4 address of the run's founder or of a
+bootstrap node, has a shorter form of 76 characters. A ticket that holds the key is a secret; messages about tickets
+never show them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.config import RUN_ID
+from p2ptrain.settings.config import RUN_ID, RunConfig
 from p2ptrain.settings.peer_id import from_base58, to_base58
 from p2ptrain.settings.run_key import CHECKSUM_BYTES, SECRET_BYTES, RunKey, base32, checksum, from_base32
 
@@ -25,7 +26,10 @@ MAX_IDS = 16
 MAX_ADDRESS_BYTES = 1024
 # With the longest run id, and all ids.
 MAX_CHARS = 4400
-_HAS_KEY, _HAS_FOUNDER = 1, 2
+_HAS_KEY, _HAS_FOUNDER, _IS_SHORT = 1, 2, 4
+# How the bytes of a peer id begin that is the SHA-256 of a key (multihash).
+_SHA256 = b"\x12\x20"
+_USUAL_ADDRESS = re.compile(r"/ip4/(?P<host>[\d.]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<id>Qm\w{44})", re.ASCII)
 # Base32 has neither 0, 1, 8 nor 9; the digits 2 to 7 after the version cannot be told from it, so it has one digit.
 _VERSION = re.compile(r"p2pt(\d)", re.IGNORECASE)
 # The parts of an address, by their numbers in a ticket; never renumber. A part is followed by an IP address, a port, a
@@ -56,6 +60,8 @@ class Ticket:
 
 def ticket_text(ticket: Ticket) -> str | None:
     """The ticket as one word; None if it has no address of a form that fits into tickets. Others are left out."""
+    if (short := _short_body(ticket)) is not None:
+        return PREFIX + base32(short + checksum(PREFIX, short))
     ids: list[str] = []
     addresses: list[bytes] = []
     for address in ticket.addresses:
@@ -73,6 +79,28 @@ def ticket_text(ticket: Ticket) -> str | None:
     body += b"" if founder is None else bytes([founder])
     body += bytes([len(addresses)]) + b"".join(addresses)
     return PREFIX + base32(body + checksum(PREFIX, body))
+
+
+def _short_body(ticket: Ticket) -> bytes | None:
+    """Flags, run id (empty: the default), SHA-256 of the peer's key, IPv4 address and port; None if that is not all.
+
+    With the flag for a founder, it is this peer.
+    """
+    if len(ticket.addresses) != 1 or ticket.key is not None:
+        return None
+    found = _USUAL_ADDRESS.fullmatch(ticket.addresses[0])
+    run_id = b"" if ticket.run_id == RunConfig.run_id else ticket.run_id.encode()
+    if found is None or ticket.founder not in ("", found["id"]):
+        return None
+    flags = bytes([_IS_SHORT | (_HAS_FOUNDER if ticket.founder else 0)])
+    try:
+        place = ipaddress.IPv4Address(found["host"]).packed + int(found["port"]).to_bytes(2, "big")
+        peer_id = from_base58(found["id"])
+        if not peer_id.startswith(_SHA256) or len(peer_id) != len(_SHA256) + 32:
+            return None
+        return flags + _sized(run_id) + peer_id.removeprefix(_SHA256) + place
+    except (ValueError, OverflowError):
+        return None
 
 
 def looks_like_ticket(word: str) -> bool:
@@ -128,6 +156,8 @@ class _Bytes:
 
 def _decode(data: _Bytes) -> Ticket:
     flags = data.number()
+    if flags & ~_HAS_FOUNDER == _IS_SHORT:
+        return _decode_short(data, has_founder=bool(flags & _HAS_FOUNDER))
     run_id = data.take(int.from_bytes(data.take(2), "big")).decode()
     if flags & ~(_HAS_KEY | _HAS_FOUNDER) or not RUN_ID.fits(run_id):
         raise ValueError("flags or run id")
@@ -137,6 +167,16 @@ def _decode(data: _Bytes) -> Ticket:
     addresses = _list(data, MAX_ADDRESSES, lambda: _decode_address(data, ids))
     data.end()
     return Ticket(run_id, tuple(addresses), founder, key)
+
+
+def _decode_short(data: _Bytes, *, has_founder: bool) -> Ticket:
+    run_id = data.sized().decode() or RunConfig.run_id
+    if not RUN_ID.fits(run_id):
+        raise ValueError("run id")
+    peer_id = to_base58(_SHA256 + data.take(32))
+    host, port = ipaddress.ip_address(data.take(4)), int.from_bytes(data.take(2), "big")
+    data.end()
+    return Ticket(run_id, (f"/ip4/{host}/tcp/{port}/p2p/{peer_id}",), peer_id if has_founder else "")
 
 
 def _list(data: _Bytes, most: int, item: Callable[[], str]) -> list[str]:

@@ -47,7 +47,8 @@ class JoinCommand(SettingsCommand):
 @click.option("--plain", is_flag=True, help="Print lines instead of a live view; default without a terminal.")
 @click.option("--share-key", is_flag=True, help="Put the run key into the printed ticket, which is then a secret.")
 @click.option("--new", is_flag=True, help="Start a run without looking for others on the local network.")
-def join(settings: Settings, plain: bool, share_key: bool, new: bool) -> None:
+@click.option("--qr", is_flag=True, help="Print the ticket as a QR code, too.")
+def join(settings: Settings, plain: bool, share_key: bool, new: bool, qr: bool) -> None:
     """Start a run or join one, and train.
 
     Without a ticket or --initial-peers it looks for runs on the local network for two seconds, and asks whether to join
@@ -82,7 +83,7 @@ def join(settings: Settings, plain: bool, share_key: bool, new: bool) -> None:
     from p2ptrain.training.join import join_run
 
     if not plain and (console := _live_console()) is not None:
-        _join_live(settings, console, share_key)
+        _join_live(settings, console, share_key, qr)
     else:
         pairs = PairSteps()
         join_run(
@@ -91,6 +92,7 @@ def join(settings: Settings, plain: bool, share_key: bool, new: bool) -> None:
             on_progress=lambda progress: _say(format_progress(progress, pairs.by_status)),
             sinks=[pairs],
             share_key=share_key,
+            qr=qr,
             launch=launch_of(os.environ),
         )
 
@@ -107,7 +109,7 @@ def _live_console() -> Console | None:
     return console if is_worth_it(console, os.environ) else None
 
 
-def _join_live(settings: Settings, console: Console, share_key: bool) -> None:
+def _join_live(settings: Settings, console: Console, share_key: bool, qr: bool) -> None:
     from p2ptrain.monitor.liveview import LiveView
     from p2ptrain.monitor.terminal import open_terminal
     from p2ptrain.settings.initial_peers import join_line
@@ -122,6 +124,7 @@ def _join_live(settings: Settings, console: Console, share_key: bool) -> None:
             on_status=view.say_status,
             sinks=[view],
             share_key=share_key,
+            qr=qr,
             launch=launch_of(os.environ),
             on_peer=lambda peer: view.follow(peer, join_line(peer.maddrs, peer.run.run_id, peer.run.model, run_key)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,13 @@ from p2ptrain.settings.peer_config import NetworkConfig
 if TYPE_CHECKING:
     from p2ptrain.peer.peer import Peer
 
+# 61 columns with its border, which fit into a terminal (version 10 of a QR code).
+MAX_QR_CHARS = 395
+
 
 def announce(
     peer: Peer, run: RunConfig, network: NetworkConfig, *, processes: int, continues: bool, share_key: bool,
-    say: Callable[[str], None],
+    qr: bool, say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Say what a peer trains and how others join it.
 
@@ -24,6 +28,7 @@ def announce(
         processes: how many processes this peer has.
         continues: whether it continues from a checkpoint.
         share_key: put the run key into the ticket.
+        qr: show the ticket as a QR code, too.
         say: prints one line.
     """
     verb = "continuing" if continues else "started" if peer.founded else "joined"
@@ -34,13 +39,13 @@ def announce(
         say(f"listening on {maddr}")
     say("other peers join with:")
     say(join_line(peer.maddrs, run.run_id, run.model, network.key_file))
-    _say_ticket(peer, run, network, share_key, say)
+    _say_ticket(peer, run, network, share_key, qr, say)
     if run.data == "text":
         say("each peer adds --data with text of its own")
 
 
 def _say_ticket(
-    peer: Peer, run: RunConfig, network: NetworkConfig, share_key: bool, say: Callable[[str], None]
+    peer: Peer, run: RunConfig, network: NetworkConfig, share_key: bool, qr: bool, say: Callable[[str], None]
 ) -> None:
     shared = network.key if share_key else None
     line = ticket_line(
@@ -55,5 +60,20 @@ def _say_ticket(
         note = "; it holds the run key: whoever has it can join, so send it over a safe channel" if shared else ""
         say(f"or with this ticket{note}:")
         say(line)
+        word = line.split()[2]
+        if qr and len(word) > MAX_QR_CHARS:
+            say(f"the ticket is too long for a QR code in a terminal: {len(word)} characters")
+        elif qr:
+            for row in qr_rows(word):
+                say(row)
     if network.key is not None and network.run_key is None and shared is None:
         say("FILE is the run's key file; with --share-key a ticket is printed that holds the key, and needs no file")
+
+
+def qr_rows(ticket: str) -> list[str]:
+    """The ticket as a QR code of half blocks, for a dark terminal. In upper case it is smaller, and means the same."""
+    import segno
+
+    shown = io.StringIO()
+    segno.make_qr(ticket.upper(), error="l").terminal(shown, compact=True, border=2)
+    return shown.getvalue().splitlines()

@@ -63,6 +63,7 @@ def join_run(
     sinks: Sequence[Sink] = (),
     on_peer: Callable[[Peer], None] = lambda peer: None,
     share_key: bool = False,
+    qr: bool = False,
     launch: Launch = ONE_PROCESS,
 ) -> None:
     """Take part in a run; blocks until it ends or the user stops it. Only for the main thread (signal handlers).
@@ -75,6 +76,7 @@ def join_run(
         sinks: receive the peer's events, as its metrics file does.
         on_peer: called with the peer once it has joined the run.
         share_key: put the run key into the ticket that is printed; it must have one.
+        qr: print the ticket as a QR code, too.
         launch: rank 0, and how many processes this peer has; the others call `follow`.
 
     Raises:
@@ -167,7 +169,7 @@ def join_run(
             say(f"the run is shown at {show(peer)}")
         announce(
             peer, run, config.network, processes=ranks.size, continues=saved is not None, share_key=share_key,
-            say=say,
+            qr=qr, say=say,
         )  # fmt: skip
 
         def progressed(progress: TrainingProgress) -> None:

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 SERVICE = "_p2ptrain._tcp.local."
 # Answers take about 0.3 s on Ethernet; Wi-Fi loses multicast packets, and the question is repeated after a second.
 LOOK_S = 2.0
+# On a busy machine a process may sleep all that time: in turns, it reads its sockets in between.
+TURNS = 20
 # What is kept of a flood. More runs than these on one network are not expected (guess).
 MAX_RECORDS = 64
 # How often a record is brought up to date, as its step changes all the time (guess).
@@ -345,7 +347,8 @@ async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
         return []
     try:
         browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[note])
-        await asyncio.sleep(seconds)
+        for _ in range(TURNS):
+            await asyncio.sleep(seconds / TURNS)
         await browser.async_cancel()
     finally:
         for task in asking:

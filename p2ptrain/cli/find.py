@@ -120,7 +120,7 @@ def _ask(runs: Sequence[LanRun]) -> LanRun | None:
     for number, run in enumerate(runs, start=1):
         click.echo(f"  {number}  {described(run)}")
     click.echo("  0  none of them: start another")
-    number = click.prompt("Join which one", type=click.IntRange(0, len(runs)))
+    number = click.prompt(f"Join which one (0 to {len(runs)})", type=click.IntRange(0, len(runs)))
     return runs[number - 1] if number else None
 
 

@@ -143,6 +143,7 @@ def test_several_runs_are_a_numbered_list(
     settings, output = choose(monkeypatch, typed)
     assert joined(settings) == joins
     assert f"  1  {NOVELS_LINE}  2  run 'poems': " in output
+    assert "Join which one (0 to 2): " in output
 
 
 def test_only_runs_of_the_given_name_and_founder_are_offered(

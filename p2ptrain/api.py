@@ -168,8 +168,8 @@ def join(
         identity: key file that keeps this peer's id over restarts; created if missing.
         host_maddrs: addresses to listen on.
         announce_maddrs: addresses that other peers should dial, for example with port forwarding.
-        lan: whether to announce the run on the local network: "auto", as of open runs outside of containers, "on" or
-            "off".
+        lan: announce the run on the local network. "auto": open runs, but not in a container; "on": always, of a closed
+            run only that there is one; "off": never.
         peer_timeout_s: longest time without a message before a peer is considered lost; shorter timeouts are derived
             from measurements.
         gossip_budget: share of this machine's CPU time that gossip may take. Where pushes at every step cost more,
@@ -236,6 +236,11 @@ def join(
                 key = read_key(Path(run_key).expanduser())
                 warn_if_shared(Path(run_key).expanduser())
             if initial_peers == "lan":
+                if run_key is not None or lan != "auto":
+                    raise ConfigError(
+                        "initial_peers = 'lan': finds open runs, where lan is 'auto'; give addresses, or leave out "
+                        "run_key and lan"
+                    )
                 peers, pinned_to = _find_on_lan(run_id, founder, host_maddrs)
             else:
                 peers, pinned_to = tuple(initial_peers), founder
@@ -293,7 +298,7 @@ def _find_on_lan(run_id: str, founder: str, host_maddrs: Sequence[str]) -> tuple
             f"initial_peers = 'lan': found {len(runs)} runs named {run_id!r}; give founder= one of {founders}, or "
             "addresses"
         )
-    return (runs[0].addresses, runs[0].founder) if runs else ((), founder)
+    return (runs[0].addresses, runs[0].founder or founder) if runs else ((), founder)
 
 
 def _take_port(endpoint: str, stack: ExitStack) -> Callable[[Peer], str]:

@@ -60,7 +60,9 @@ def bootstrap(settings: Settings) -> None:
             click.echo("or with this ticket:")
             click.echo(line)
         peer_id, maddrs = session.network.peer_id, session.network.maddrs
-        session.announce(lambda: Announcement(run_id=run_id, peer_id=peer_id, addresses=local_maddrs(maddrs)))
+        # The node serves any run, and does not know whether this one is closed: announced only if the user says so.
+        if network.lan == "on":
+            session.announce(lambda: Announcement(run_id=run_id, peer_id=peer_id, addresses=local_maddrs(maddrs)))
         while not stop():
             if session.network.failure is not None:
                 raise session.network.failure

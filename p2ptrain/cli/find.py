@@ -57,7 +57,7 @@ def find(as_json: bool) -> None:
         for run in runs:
             _say_with_command(run)
     if closed:
-        click.echo(f"{count(closed, 'peer')} of closed runs: ask their owners for a ticket", err=True)
+        click.echo(f"closed runs: {count(closed, 'peer')} announced; ask their owners for a ticket", err=True)
     if not runs:
         where = "" if hosts else ": this machine has no private address"
         click.echo(f"no open run found on the local network{where}", err=True)
@@ -80,7 +80,7 @@ def choose_nearby(settings: Settings, network: NetworkConfig) -> Settings:
     looks = hosts and lan.looks(network, in_container=lan.in_container())
     if not looks or has_run(None if out is None else str(out), run_id):
         return settings
-    click.echo("looking for runs on the local network (--new does not look)")
+    click.echo("looking for runs on the local network (--new skips this)")
     runs = lan.matching(
         lan.runs_of(lan.look(hosts)), run_id if settings.explicit("run_id") else None, founder=network.founder
     )
@@ -133,5 +133,5 @@ def _say_with_command(run: LanRun) -> None:
 def _choices(found: int) -> str:
     one = found == 1
     what = "a run was" if one else f"{found} runs were"
-    join = "p2ptrain join --lan join, to join it" if one else "p2ptrain join TICKET, to join one of them"
-    return f"{what} found on the local network; choose between: {join}, and p2ptrain join --new, to start another"
+    join = "join it with p2ptrain join --lan join" if one else "join one of them with p2ptrain join TICKET"
+    return f"{what} found on the local network; {join}, or start another with p2ptrain join --new"

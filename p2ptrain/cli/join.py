@@ -46,7 +46,7 @@ class JoinCommand(SettingsCommand):
 @settings_command(*SETTINGS, common=COMMON, kind=JoinCommand)
 @click.option("--plain", is_flag=True, help="Print lines instead of a live view; default without a terminal.")
 @click.option("--share-key", is_flag=True, help="Put the run key into the printed ticket, which is then a secret.")
-@click.option("--new", is_flag=True, help="Start a run without looking for others on the local network.")
+@click.option("--new", is_flag=True, help="Do not look for runs on the local network.")
 @click.option("--qr", is_flag=True, help="Print the ticket as a QR code, too.")
 def join(settings: Settings, plain: bool, share_key: bool, new: bool, qr: bool) -> None:
     """Start a run or join one, and train.

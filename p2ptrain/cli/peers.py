@@ -94,7 +94,7 @@ def _print_relayed(members: list[dict[str, Any]]) -> None:
     told = {
         tuple(sorted((member["peer_id"], other))): relay
         for member in members
-        for other, relay in member["relayed"].items()
+        for other, relay in (member["relayed"] or {}).items()
     }
     for (one, other), relay in sorted(told.items()):
         way = f"relayed through {relay}" if relay else "no direct TLS connection; libp2p carries rounds and state"

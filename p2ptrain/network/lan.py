@@ -20,8 +20,9 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import trio
+
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.interfaces import interfaces_of
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.protocol.wire.text import escaped, shown
 from p2ptrain.settings.config import RUN_ID
@@ -40,8 +41,8 @@ SERVICE = "_p2ptrain._tcp.local."
 LOOK_S = 2.0
 # On a busy machine a process may sleep all that time: in turns, it reads its sockets in between.
 TURNS = 20
-# What is kept of a flood. More runs than these on one network are not expected (guess).
-MAX_RECORDS = 64
+# What is kept of a flood. There is a record for each peer, and each costs a question; more are not expected (guess).
+MAX_RECORDS = 256
 # How often a record is brought up to date, as its step changes all the time (guess).
 UPDATE_EVERY_S = 30.0
 # A goodbye is sent three times within 0.3 s.
@@ -182,8 +183,11 @@ def runs_of(announcements: Iterable[Announcement]) -> list[LanRun]:
 
 
 def matching(runs: Iterable[LanRun], run_id: str | None, founder: str = "") -> list[LanRun]:
-    """The runs with this name, None for any, and this founder, "" for any."""
-    return [run for run in runs if run_id in (None, run.run_id) and founder in ("", run.founder)]
+    """The runs with this name, None for any, and this founder, "" for any.
+
+    Those of a bootstrap node, which does not know the founder, fit each: it is checked on joining.
+    """
+    return [run for run in runs if run_id in (None, run.run_id) and (not founder or run.founder in ("", founder))]
 
 
 # --- records -----------------------------------------------------------------------------------------------------
@@ -270,7 +274,13 @@ def in_container() -> bool:
 
 def hosts_of(host_maddrs: Iterable[str]) -> list[str]:
     """The addresses of this machine through which it announces and looks; none if it listens on loopback only."""
-    return local_hosts(host_maddrs, [interface.address for interface in interfaces_of(())])
+    listening = [maddr.split("/")[2] for maddr in host_maddrs if maddr.startswith("/ip4/")]
+    if not any(host == "0.0.0.0" or is_local(host) for host in listening):
+        return []
+    import ifaddr  # which starts programs, to find the C library
+
+    own = [str(ip.ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4]
+    return local_hosts(host_maddrs, own)
 
 
 def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
@@ -287,30 +297,36 @@ def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
         thread.stop(GOODBYE_S)
 
 
-async def announce(describe: Callable[[], Announcement], hosts: Sequence[str]) -> None:
-    """Announce a run through these addresses of this machine until cancelled, then say goodbye.
+async def announce(describe: Callable[[], Announcement], host_maddrs: Sequence[str]) -> None:
+    """Announce a run on this machine's local networks until cancelled, then say goodbye.
+
+    What fails is logged and tried again after UPDATE_EVERY_S, also if the machine's addresses have changed.
 
     Args:
         describe: called at the beginning, and every UPDATE_EVERY_S.
+        host_maddrs: where the peer listens.
     """
-    await from_asyncio(_announce(describe, hosts))
+    while True:
+        try:
+            if hosts := hosts_of(host_maddrs):
+                await from_asyncio(_announce(describe, host_maddrs, hosts))
+        except Exception as error:
+            logger.info("the run is not announced on the local network: %r", error)
+        await trio.sleep(UPDATE_EVERY_S)
 
 
-async def _announce(describe: Callable[[], Announcement], hosts: Sequence[str]) -> None:
+async def _announce(describe: Callable[[], Announcement], host_maddrs: Sequence[str], hosts: Sequence[str]) -> None:
+    """Announce through these addresses of this machine, until it has others."""
     from zeroconf import Error, IPVersion
     from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
     name, told = secrets.token_hex(8), None  # nothing that would tell a closed run's peer
+    zeroconf = AsyncZeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
     try:
-        zeroconf = AsyncZeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
-    except (OSError, RuntimeError) as error:
-        logger.info("the run is not announced on the local network: %s", error)
-        return
-    try:
-        while True:
+        while hosts_of(host_maddrs) == hosts:
             record = record_of(describe())
             if record is not None and record != told:
-                info = AsyncServiceInfo(
+                info = AsyncServiceInfo(  # whose port nobody uses: the record has whole addresses
                     SERVICE, f"{name}.{SERVICE}", port=9, properties=record, server=f"{name}.local.",
                     parsed_addresses=list(hosts),
                 )  # fmt: skip
@@ -318,8 +334,6 @@ async def _announce(describe: Callable[[], Announcement], hosts: Sequence[str]) 
                 await (await change(info))
                 told = record
             await asyncio.sleep(UPDATE_EVERY_S)
-    except (OSError, RuntimeError, Error) as error:
-        logger.info("the run is no longer announced on the local network: %s", error)
     finally:
         with contextlib.suppress(OSError, RuntimeError, Error, TimeoutError):
             await asyncio.wait_for(zeroconf.async_close(), GOODBYE_S)

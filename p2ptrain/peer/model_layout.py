@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import weakref
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, is_
 
@@ -25,6 +28,7 @@ from p2ptrain.settings.config import RunConfig
 # Where the parameters lie that peers of this process write to, with their devices. Global, as such peers need not know
 # of each other, and because a mark on a user's tensor would be pickled with it.
 _written = set[tuple[torch.device, int]]()
+_claiming = threading.Lock()
 
 
 class ModelParts:
@@ -66,7 +70,7 @@ class ModelParts:
             ranks.agree(refused, "join()")
             _check_same(_shapes_sha256(model), ranks)
         self._is_alone = ranks is None
-        self._claimed = set[tuple[torch.device, int]]()
+        self._release: Callable[[], object] = lambda: None
         self.parameters = list(trainable.values())
         self.tensors = [local_of(parameter) for parameter in self.parameters]
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
@@ -92,20 +96,23 @@ class ModelParts:
 
         Raises ConfigError if another peer of this process has one of them: both would write to it.
         """
-        places = [(tensor.device, tensor.data_ptr()) for tensor in self.tensors]
-        taken = [name for name, place in zip(self.space.names, places, strict=True) if place in _written]
+        places = {name: (t.device, t.data_ptr()) for name, t in zip(self.space.names, self.tensors, strict=True)}
+        claimed = {places[name] for name, tensor in zip(self.space.names, self.tensors, strict=True) if tensor.numel()}
+        with _claiming:
+            taken = [name for name, place in places.items() if place in _written]
+            if not taken:
+                _written.update(claimed)
+                # At the latest when nobody has these parts any more: then the memory may become another model's.
+                self._release = weakref.finalize(self, _written.difference_update, claimed)
         if taken:
             raise ConfigError(
                 f"{len(taken)} parameters of the model, such as {taken[0]}, belong to another peer in this process, "
                 "which would write to them, too: leave() that one first, or join with a copy.deepcopy() of the model"
             )
-        self._claimed = {place for place, tensor in zip(places, self.tensors, strict=True) if tensor.numel()}
-        _written.update(self._claimed)
 
     def release(self) -> None:
         """Let other peers have the parameters. May be called twice, and without `claim`."""
-        _written.difference_update(self._claimed)
-        self._claimed = set()
+        self._release()
 
     def reshard(self) -> None:
         """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass: they would be used

@@ -57,7 +57,8 @@ STATE_TIMEOUT_S = 120.0
 class Peer:
     """One member of a run, made by `p2ptrain.join` or `NetworkSession.enter`; a context manager that leaves at the end.
 
-    Use it from the training thread only, except `others`, `alive` and `status`.
+    Use it from the training thread only, except what is only read: `others`, `alive`, `status`, `run_step`, `maddrs`
+    and the attributes.
 
     Attributes:
         run: the run's settings.

@@ -203,7 +203,11 @@ class NetworkSession:
                 chosen=self._chosen, closed=self._closed_run(run.run_id), pins=self.pins,
                 resume_state=resume_state, tokenizer=tokenizer, on_status=on_status or (lambda status: None),
             )  # fmt: skip
-            self.announce(lambda: _announcement_of(peer, parts.space.numel))
+            try:
+                self.announce(lambda: _announcement_of(peer, parts.space.numel))
+            except BaseException:
+                peer.leave("could not join")
+                raise
             return peer
         except BaseException:
             records.close()
@@ -215,10 +219,9 @@ class NetworkSession:
         `describe`: called on the network thread. Of a closed run, only that there is one is announced.
         """
         config = self._config
-        hosts = lan.hosts_of(config.host_maddrs)
-        if hosts and lan.announces(config, in_container=lan.in_container()):
+        if lan.announces(config, in_container=lan.in_container()):
             describe = (lambda: lan.CLOSED) if lan.is_closed(config) else describe
-            self._thread.start_soon(lan.announce, describe, hosts)
+            self._thread.start_soon(lan.announce, describe, config.host_maddrs)
 
     def _closed_run(self, run_id: str) -> ClosedRun | None:
         return None if self._key is None else ClosedRun(self._key, run_id, secrets.token_bytes)

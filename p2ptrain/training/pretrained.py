@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.peer.model_tensors import WRAPPED
+from p2ptrain.peer.model_tensors import WRAPPED, plain_names
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.files import open_file
 from p2ptrain.training import checkpoint
@@ -66,8 +66,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
             parameter is not the one that the model is built with.
     """
     ours = model.state_dict()
-    known = {_bare(name): name for name in ours}
-    weights = {name if name in ours else known.get(_bare(name), name): new for name, new in weights.items()}
+    plain = dict(zip(ours, (name for name, _ in plain_names(model, ours.items())), strict=True))
+    weights = _by_our_names(weights, plain)
     given = {_place(ours[name]) for name in weights if name in ours}
     missing = [name for name, tensor in ours.items() if name not in weights and _place(tensor) not in given]
     _refuse(missing, len(ours), origin, "is missing", "of the model's tensors are")
@@ -82,9 +82,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
     _refuse(shapes, len(weights), origin, "", "of the file's tensors differ")
     wild = [name for name, (_, new) in both.items() if new.is_floating_point() and not torch.isfinite(new).all()]
     _refuse(wild, len(weights), origin, "has values that are not finite", "of the file's tensors have")
-    frozen = {_bare(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen = {name for name, p in plain_names(model, model.named_parameters()) if not p.requires_grad}
     for name, (old, new) in both.items():
-        if _bare(name) in frozen and not torch.equal(old, new.to(old)):
+        if plain[name] in frozen and not torch.equal(old, new.to(old)):
             raise ConfigError(
                 f"--init-from {origin}: {name} is frozen and has other values than the model is built with, so no "
                 f"other peer could join; load it in the model's factory, or make it trainable"
@@ -106,9 +106,20 @@ def load_saved(model: nn.Module, weights: Mapping[str, torch.Tensor], run: RunCo
         ) from error
 
 
-def _bare(name: str) -> str:
-    """A name without what torch's wrappers put into it; "module" is of DataParallel and DistributedDataParallel."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPED and part != "module")
+def _by_our_names(weights: Mapping[str, torch.Tensor], plain: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """A file's tensors by the names that they have in the model; those that are not in it, or twice, by their own.
+
+    Args:
+        plain: the model's names, and what they are without torch's wrappers.
+    """
+    ours = {name: own for own, name in plain.items()}
+    named = {name: new for name, new in weights.items() if name in plain}
+    for name, new in weights.items():
+        bare = ".".join(part for part in name.split(".") if part not in WRAPPED)
+        # Of DataParallel and DistributedDataParallel, around the whole model.
+        found = ours.get(bare) or ours.get(bare.removeprefix("module.")) or name
+        named.setdefault(found if found not in named else name, new)
+    return named
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -133,13 +133,8 @@ def test_help_of_join_shows_what_most_people_use_and_help_all_the_rest() -> None
     short, whole = _output("join", "--help"), _output("join", "--help-all")
     options = set(re.findall(r"^  (?:-., )?(--[a-z-]+)", whole, re.MULTILINE))
     shown = set(re.findall(r"^  (?:-., )?(--[a-z-]+)", short, re.MULTILINE))
-    assert shown == {SETTINGS[name].flag for name in COMMON} | {
-        "--config",
-        "--plain",
-        "--share-key",
-        "--help-all",
-        "--help",
-    }
+    of_command = {"--config", "--plain", "--share-key", "--new", "--qr", "--help-all", "--help"}
+    assert shown == {SETTINGS[name].flag for name in COMMON} | of_command
     assert len(COMMON) == 15
     assert f"{len(options - shown)} more options: p2ptrain join --help-all" in short
     assert "more options" not in whole

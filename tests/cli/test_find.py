@@ -96,7 +96,7 @@ def test_find_lists_runs_with_a_ticket_for_each(network: list[Announcement]) -> 
     assert second == "run 'poems': a bootstrap node, at 192.168.1.6\n"
     ticket = parse_ticket(command.split()[-1])
     assert (ticket.run_id, ticket.founder, ticket.addresses) == TO_NOVELS
-    assert result.stderr == "1 peer of closed runs: ask their owners for a ticket\n"
+    assert result.stderr == "closed runs: 1 peer announced; ask their owners for a ticket\n"
 
 
 def test_find_as_json(network: list[Announcement]) -> None:
@@ -164,12 +164,12 @@ def test_without_a_terminal_a_run_is_started_only_if_none_is_found(
     assert joined(settings) == TO_NONE
     assert output.endswith("no run found there; starting one\n")
     network.append(NOVELS)
-    with pytest.raises(TransientError, match=r"p2ptrain join --lan join, to join it, and p2ptrain join --new, ") as one:
+    with pytest.raises(TransientError, match=r"join it with p2ptrain join --lan join, or start another") as one:
         choose(monkeypatch)
     assert NOVELS_LINE in one.value.__notes__[0]
     network.append(POEMS)
     for flags in ({}, {"lan": "join"}):
-        with pytest.raises(TransientError, match=r"2 runs were found .* p2ptrain join TICKET, .* join --new, ") as two:
+        with pytest.raises(TransientError, match=r"2 runs were found .* p2ptrain join TICKET, or start another") as two:
             choose(monkeypatch, **flags)
         assert two.value.__notes__[0].count("    p2ptrain join p2pt1") == 2
 

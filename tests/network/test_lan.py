@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -172,3 +174,32 @@ def test_a_record_names_only_addresses_of_local_networks() -> None:
     mine = [f"/ip4/127.0.0.1/tcp/1/p2p/{A}", f"/ip4/8.8.8.8/tcp/1/p2p/{A}"]
     near = [f"/ip4/10.0.0.{number}/tcp/1/p2p/{A}" for number in range(9)]
     assert lan.local_maddrs([*mine, *near]) == tuple(near[: lan.MAX_ADDRESSES])
+
+
+def test_a_bootstrap_node_leads_to_a_run_of_any_founder() -> None:
+    node = lan.Announcement(run_id="novels", peer_id=A, addresses=(f"/ip4/10.0.0.1/tcp/1/p2p/{A}",))
+    runs = lan.runs_of([node])
+    assert lan.matching(runs, "novels", founder=B) == lan.matching(runs, None) == runs
+    assert lan.matching(runs, "poems") == []
+
+
+def test_announcing_goes_on_after_an_error_and_with_new_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[list[str]] = []
+    networks = iter([[], ["10.0.0.1"], ["10.0.0.2"], ["10.0.0.2"]])
+
+    async def begin(work: object) -> None:
+        began.append(hosts[-1])
+        if len(began) == 1:
+            raise OSError("no route")
+
+    hosts: list[list[str]] = []
+    monkeypatch.setattr(lan, "hosts_of", lambda _: hosts.append(next(networks)) or hosts[-1])
+    monkeypatch.setattr(lan, "_announce", lambda *_: None)
+    monkeypatch.setattr(lan, "from_asyncio", begin)
+
+    async def main() -> None:
+        with trio.move_on_after(3.5 * lan.UPDATE_EVERY_S):
+            await lan.announce(lambda: lan.CLOSED, ["/ip4/0.0.0.0/tcp/0"])
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert began == [["10.0.0.1"], ["10.0.0.2"], ["10.0.0.2"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -353,3 +354,18 @@ def test_what_is_not_trained_may_change_and_training_may_pause() -> None:
     model[3][0].weight.requires_grad_()
     with pytest.raises(ConfigError, match=re.escape("such as 3.0.weight, became trainable")):
         parts.check_in_place()
+
+
+def test_a_model_that_was_dropped_without_leaving_is_free_again() -> None:
+    model = nn.Linear(3, 3)
+    parts = ModelParts(model)
+    parts.claim()
+    with pytest.raises(ConfigError, match="belong to another peer in this process"):
+        ModelParts(model).claim()
+    del parts
+    gc.collect()
+    again = ModelParts(model)
+    again.claim()
+    again.release()
+    again.release()
+    ModelParts(model).claim()

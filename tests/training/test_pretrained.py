@@ -141,3 +141,19 @@ def test_a_damaged_checkpoint_and_a_cut_file_are_refused(tmp_path: Path) -> None
     (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"damaged.*give another checkpoint"):
         read_weights(path)
+
+
+def test_a_module_of_ones_own_may_be_called_module() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+            self.module = nn.Linear(2, 2)
+
+    model, other = Own(), Own()
+    load_weights(model, _weights(torch.compile(other, backend="eager")), origin="here")
+    assert _equal(_weights(model), _weights(other))
+    plain = nn.Linear(2, 2)
+    twice = {**_weights(plain), "module.weight": torch.ones(2, 2)}
+    with pytest.raises(ConfigError, match=r"module\.weight is not in the model"):
+        load_weights(plain, twice, origin="here")

@@ -237,12 +237,14 @@ def check_run(run_id: str, found: RunConfig | None, members: int) -> Finding:
 
 def check_ways(members: Sequence[MemberInfo]) -> Iterator[Finding]:
     """Check whether the peers of a run have direct connections for rounds and state, as they say themselves."""
-    without = {tuple(sorted((member.peer_id, other))) for member in members for other in member.relayed}
+    told = {member.peer_id: member.relayed for member in members if member.relayed is not None}
+    without = {tuple(sorted((peer_id, other))) for peer_id, relayed in told.items() for other in relayed}
     pairs = math.comb(len(members), 2)
-    if not pairs:
+    if not pairs or not told:
         return
     if not without:
-        yield Finding("direct connections", Mark.OK, f"between all {count(len(members), 'peer')} of the run")
+        text = f"none is missing, {count(len(told), 'peer')} of {len(members)} say"
+        yield Finding("direct connections", Mark.OK, text)
         return
     blocked = Counter(peer_id for pair in sorted(without) for peer_id in pair)
     most = ", ".join(f"{short_id(peer_id)} ({number})" for peer_id, number in blocked.most_common(MOST_NAMED))
@@ -250,7 +252,7 @@ def check_ways(members: Sequence[MemberInfo]) -> Iterator[Finding]:
         "direct connections", Mark.WARNING,
         f"{len(without)} of {pairs} pairs of the run's peers have none, so that rounds and state are slower there; "
         f"most of them at {most}",
-        "p2ptrain peers lists them; on one peer of each pair, open a TCP port for --bulk-port",
+        "p2ptrain peers lists them; on one peer of each pair, open a TCP port for --bulk-port, without --bulk off",
     )  # fmt: skip
 
 

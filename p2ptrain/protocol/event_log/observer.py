@@ -272,7 +272,8 @@ class Observer:
                 wait_s = await self._ask(links, link, watched)
             if trio.current_time() >= watched.ask_relayed_s:
                 watched.ask_relayed_s = trio.current_time() + ASK_RELAYED_EVERY_S
-                watched.relayed = await ask_relayed(links, link)
+                if (relayed := await ask_relayed(links, link)) is not None:
+                    watched.relayed = relayed
             with trio.move_on_after(wait_s):
                 await link.lost.wait()
         await link.lost.wait()

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -72,8 +72,8 @@ Members = dict[PeerId, tuple[tuple[str, ...], str]]
 class MemberInfo:
     """A member's status, as it reports it, safe to print. `speed` is in inner steps per second.
 
-    `strikes`: whom it has struck, the newest first. `relayed`: the members that it is linked with through a relay, and
-    which one. Both are also empty if it did not answer.
+    `strikes`: whom it has struck, the newest first; empty, too, if it did not answer. `relayed`: the members that its
+    bulk bytes reach through a relay, and which one, or ("") through libp2p alone; None if it did not answer.
     """
 
     peer_id: PeerId
@@ -85,7 +85,7 @@ class MemberInfo:
     lineage: str
     speed: float
     strikes: tuple[Struck, ...] = ()
-    relayed: Mapping[PeerId, PeerId] = field(default_factory=dict)
+    relayed: Mapping[PeerId, PeerId] | None = None
 
 
 async def ask_settings(
@@ -321,9 +321,9 @@ async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members
     return found
 
 
-async def ask_relayed(links: Links, link: Link) -> dict[PeerId, PeerId]:
-    """What a member says of its links, as `MemberInfo.relayed`; empty if it does not answer within seconds."""
-    return await _ask_list(links, link, "relayed", parse_relayed) or {}
+async def ask_relayed(links: Links, link: Link) -> dict[PeerId, PeerId] | None:
+    """What a member says of its links, as `MemberInfo.relayed`; None if it does not answer within seconds."""
+    return await _ask_list(links, link, "relayed", parse_relayed)
 
 
 async def _ask_list(links: Links, link: Link, what: str, parse: Callable[[bytes], T]) -> T | None:

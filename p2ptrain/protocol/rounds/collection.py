@@ -97,9 +97,7 @@ class Collection:
         self._measured: dict[PeerId, dict[int, Measured]] = {sender: {} for sender in senders}
         self._seals: dict[PeerId, tuple[bytes, tuple[bytes, ...]]] = {}
 
-    def add(
-        self, sender: PeerId, message: Contribution, data: Encoded, now: float, *, checked: bool = False
-    ) -> bool:  # fmt: skip
+    def add(self, sender: PeerId, message: Contribution, data: Encoded, now: float, *, checked: bool = False) -> bool:
         """Add one chunk; False if it is not awaited. Raises WireError if it is off the plan or does not decode.
 
         Args:

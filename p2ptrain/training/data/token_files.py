@@ -38,7 +38,8 @@ NUMPY_MAGIC = b"\x93NUMPY"
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
 # Files may be larger than memory: of those without a header so many stretches of so many ids are looked at.
 _STRETCHES, _STRETCH = 16, 1024
-# For ids beyond the vocabulary, of files with more ids, so many stretches of so many: 8 MiB of a file of two bytes.
+# For ids beyond the vocabulary, of files with more ids, so many stretches of so many in all, and at least the first and
+# last of each file: 8 MiB of ids of two bytes.
 SAMPLES, SAMPLE_IDS = 64, 64 * 1024
 # In a shorter file it may be a chance that every second number is small.
 _FEWEST = 64
@@ -112,12 +113,13 @@ class TokenFiles:
     def look(self) -> None:
         """Raise ConfigError if a file that is not large, or a sample of a large one, has an id beyond the vocabulary.
 
-        Takes some hundredths of a second for each file.
+        Reads some megabytes in all.
         """
+        samples = max(2, SAMPLES // len(self._files))
         for file in self._files:
             count = len(file.ids)
-            is_large = count > SAMPLES * SAMPLE_IDS
-            for start in np.linspace(0, count - SAMPLE_IDS, SAMPLES, dtype=np.int64) if is_large else [0]:
+            is_large = count > samples * SAMPLE_IDS
+            for start in np.linspace(0, count - SAMPLE_IDS, samples, dtype=np.int64) if is_large else [0]:
                 stop = start + SAMPLE_IDS if is_large else count
                 if file.ids[start:stop].max(initial=0) >= self._vocab_size:
                     self._checked(file, np.arange(start, stop))

@@ -12,6 +12,7 @@ import click
 from p2ptrain.cli.peers import NONE_FOUND
 from p2ptrain.errors import TransientError
 from p2ptrain.monitor.formatting import count
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.settings.initial_peers import ticket_line
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.table import Settings
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Enough to know the machine by.
 MAX_HOSTS = 3
+# Of a run's name, which may be longer.
+MAX_NAME_CHARS = 40
 
 
 @click.command()
@@ -76,9 +79,9 @@ def choose_nearby(settings: Settings, network: NetworkConfig) -> Settings:
     from p2ptrain.network import lan
 
     run_id, out = str(settings.values["run_id"]), settings.values["out"]
-    hosts = lan.hosts_of(network.host_maddrs)
-    looks = hosts and lan.looks(network, in_container=lan.in_container())
-    if not looks or has_run(None if out is None else str(out), run_id):
+    if not lan.looks(network, in_container=lan.in_container()) or has_run(None if out is None else str(out), run_id):
+        return settings
+    if not (hosts := lan.hosts_of(network.host_maddrs)):
         return settings
     click.echo("looking for runs on the local network (--new skips this)")
     runs = lan.matching(
@@ -108,7 +111,9 @@ def described(run: LanRun) -> str:
     if run.parameters:
         parts += [count(run.parameters, "parameter")]
     parts += [count(run.peers, "peer"), f"step {run.step:,}"] if run.peers else ["a bootstrap node"]
-    return f"run {run.run_id!r}: {', '.join(parts)}, at {' and '.join(hosts)}"
+    # Spaces could push the rest to where the next entry seems to begin.
+    name = shown(" ".join(run.run_id.split()), MAX_NAME_CHARS)
+    return f"run {name!r}: {', '.join(parts)}, at {' and '.join(hosts)}"
 
 
 def _ask(runs: Sequence[LanRun]) -> LanRun | None:

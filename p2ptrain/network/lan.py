@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -31,6 +32,7 @@ from p2ptrain.settings.peer_id import is_peer_id
 from p2ptrain.settings.ticket import Ticket
 
 if TYPE_CHECKING:
+    import ifaddr
     from zeroconf import ServiceStateChange, Zeroconf
     from zeroconf.asyncio import AsyncServiceInfo
 
@@ -48,6 +50,8 @@ UPDATE_EVERY_S = 30.0
 # A goodbye is sent three times within 0.3 s.
 GOODBYE_S = 1.0
 MAX_ADDRESSES = 4
+# As many as a ticket holds: a joiner dials each.
+MAX_ADDRESSES_OF_RUN = 6
 MAX_MODEL_CHARS = 60
 # A text of a record has at most 255 bytes, with its name.
 MAX_VALUE_BYTES = 240
@@ -162,21 +166,21 @@ def local_hosts(host_maddrs: Iterable[str], own: Iterable[str]) -> list[str]:
 
 
 def runs_of(announcements: Iterable[Announcement]) -> list[LanRun]:
-    """The open runs that peers announce. Runs of one name are different ones if their founders are."""
+    """The open runs that peers announce. Runs of one name are different ones if their founders are.
+
+    A bootstrap node, which does not know the founder, has one of its own.
+    """
     named: dict[tuple[str, str], dict[str, Announcement]] = {}
     for one in sorted(announcements, key=lambda one: one.peer_id):
         if one.run_id:
             named.setdefault((one.run_id, one.founder), {})[one.peer_id] = one
-    with_peers = {run_id for run_id, founder in named if founder}
     runs = []
     for (run_id, founder), by_peer in sorted(named.items()):
-        if not founder and run_id in with_peers:
-            continue  # a bootstrap node's record adds nothing to those of peers
         members = list(by_peer.values())
         one = max(members, key=lambda member: member.step)
-        # One address of each peer first: a ticket holds six.
+        # One address of each peer first.
         turns = chain.from_iterable(zip_longest(*(member.addresses for member in members)))
-        addresses = tuple(address for address in turns if address is not None)
+        addresses = tuple(address for address in turns if address is not None)[:MAX_ADDRESSES_OF_RUN]
         peers = max(member.peers for member in members)
         runs.append(LanRun(run_id, one.model, one.parameters, peers, one.step, founder, addresses))
     return runs
@@ -257,6 +261,16 @@ def _is_local_maddr(maddr: str) -> bool:
     return (":" in host) == (family == "6") and is_local(host) and 0 < port < 65536
 
 
+def nearby(announcement: Announcement, networks: Sequence[IPv4Network | IPv6Network]) -> Announcement | None:
+    """The announcement with those addresses that are on these networks; None if it has others only.
+
+    Other private addresses may be of networks behind this machine, to which nobody here should lead a peer.
+    """
+    hosts = ((ip_address(address.split("/")[2]), address) for address in announcement.addresses)
+    kept = tuple(address for host, address in hosts if any(host in network for network in networks))
+    return dataclasses.replace(announcement, addresses=kept) if kept or announcement == CLOSED else None
+
+
 def local_maddrs(maddrs: Iterable[str]) -> tuple[str, ...]:
     """Those addresses of a peer that a record can name, with its id."""
     fitting = [maddr for maddr in maddrs if _is_local_maddr(maddr.rpartition("/p2p/")[0])]
@@ -277,10 +291,14 @@ def hosts_of(host_maddrs: Iterable[str]) -> list[str]:
     listening = [maddr.split("/")[2] for maddr in host_maddrs if maddr.startswith("/ip4/")]
     if not any(host == "0.0.0.0" or is_local(host) for host in listening):
         return []
+    return local_hosts(host_maddrs, [str(ip.ip) for ip in _own()])
+
+
+def _own() -> list[ifaddr.IP]:
+    """The IPv4 addresses of this machine."""
     import ifaddr  # which starts programs, to find the C library
 
-    own = [str(ip.ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4]
-    return local_hosts(host_maddrs, own)
+    return [ip for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4]
 
 
 def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
@@ -347,9 +365,8 @@ async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
     asking: set[asyncio.Task[bool]] = set()
 
     def note(*, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        if state_change is ServiceStateChange.Removed:
-            found.pop(name, None)
-        elif name not in found and len(asking) < MAX_RECORDS:
+        # A goodbye is not believed: everybody can send one, and a true one in these two seconds is rare.
+        if state_change is ServiceStateChange.Added and name not in found and len(asking) < MAX_RECORDS:
             with contextlib.suppress(Error, ValueError):  # a name that is none
                 found[name] = AsyncServiceInfo(SERVICE, name)
                 asking.add(asyncio.ensure_future(found[name].async_request(zeroconf, seconds * 1000)))
@@ -370,4 +387,6 @@ async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
         await asyncio.gather(*asking, return_exceptions=True)
         with contextlib.suppress(OSError, RuntimeError, Error, TimeoutError):
             await asyncio.wait_for(zeroconf.async_close(), GOODBYE_S)
-    return [parsed for info in found.values() if (parsed := parse(info.properties)) is not None]
+    networks = [ip_network(f"{ip.ip}/{ip.network_prefix}", strict=False) for ip in _own() if ip.ip in hosts]
+    parsed = (parse(info.properties) for info in found.values())
+    return [near for one in parsed if one is not None and (near := nearby(one, networks)) is not None]

@@ -18,7 +18,7 @@ from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.transfers import Transfers, at_once, in_pieces
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.peer.device_transfers import device_transfers
-from p2ptrain.peer.model_tensors import persistent_buffers, plain_names, trainable_parameters
+from p2ptrain.peer.model_tensors import check_apart, persistent_buffers, plain_names, trainable_parameters
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharded_view import ShardedView
 from p2ptrain.peer.sharding import frozen_values, fsdp_modules, is_sharded, local_of
@@ -54,7 +54,8 @@ class ModelParts:
     def __init__(self, model: torch.nn.Module, ranks: ProcessGroup | None = None) -> None:
         """All ranks, if `ranks` are given: the processes of this peer, which have the same model.
 
-        Raises ConfigError if `trainable_parameters` or `persistent_buffers` do: on all ranks, if one of them refuses.
+        Raises ConfigError if `trainable_parameters`, `persistent_buffers` or `check_apart` do: on all ranks, if one of
+        them refuses.
         """
         self._fsdp_modules = fsdp_modules(model) if isinstance(model, torch.nn.Module) else []
         self.reshard()
@@ -62,6 +63,7 @@ class ModelParts:
         try:
             trainable = trainable_parameters(model, ranks)
             self._buffers = persistent_buffers(model)
+            check_apart(trainable, self._buffers)
         except ConfigError as error:
             if ranks is None:
                 raise

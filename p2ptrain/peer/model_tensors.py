@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import safetensors.torch
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.process_group import ProcessGroup
-from p2ptrain.peer.sharding import check_sharding, local_of
+from p2ptrain.peer.sharding import check_sharding, is_sharded, local_of
 
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ def trainable_parameters(model: torch.nn.Module, ranks: ProcessGroup | None) -> 
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model = {type(model).__name__}: must be a torch.nn.Module")
-    parameters = dict(plain_names(model, model.named_parameters()))
+    parameters = _named(model, model.named_parameters())
     for name, parameter in parameters.items():
         _check_has_values("parameter", name, parameter)
         _check_dense("parameter", name, parameter)
@@ -61,14 +63,13 @@ def trainable_parameters(model: torch.nn.Module, ranks: ProcessGroup | None) -> 
                 f"parameter {name} was made in torch.inference_mode(), so it cannot be trained: build the model outside"
             )
         _check_written("parameter", name, parameter)
-    _check_apart(trainable)
     check_sharding(model, ranks)
     return trainable
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a joiner downloads, by name. Raises ConfigError if one cannot be sent or written."""
-    buffers = dict(plain_names(model, model.named_buffers()))
+    buffers = _named(model, model.named_buffers())
     for name, buffer in buffers.items():
         _check_has_values("buffer", name, buffer)
     saved = dict(plain_names(model, model.state_dict().items()))
@@ -91,7 +92,21 @@ def _check_has_values(kind: str, name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{kind} {name} is on the meta device: materialise the model before joining")
 
 
+def _named(model: torch.nn.Module, tensors: Iterable[tuple[str, T]]) -> dict[str, T]:
+    named: dict[str, T] = {}
+    for name, tensor in plain_names(model, tensors):
+        if name in named:
+            raise ConfigError(f"the model has two tensors named {name}, one of them in a wrapper of torch: rename one")
+        named[name] = tensor
+    return named
+
+
 def _check_dense(kind: str, name: str, tensor: torch.Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+        raise ConfigError(
+            f"{kind} {name} is a {type(tensor).__name__}, whose values are in other tensors: convert it to a plain "
+            "tensor, or make it a buffer with persistent=False, which stays local"
+        )
     if tensor.is_nested or tensor.layout is not torch.strided:
         what = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
         raise ConfigError(
@@ -110,14 +125,23 @@ def _check_written(kind: str, name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{kind} {name} is a lazily negated or conjugated view: make it a clone()")
 
 
-def _check_apart(parameters: dict[str, torch.nn.Parameter]) -> None:
-    names: dict[tuple[torch.device, int], str] = {}
-    for name, parameter in parameters.items():
-        local = local_of(parameter)
-        if local.numel() and (other := names.setdefault((local.device, local.data_ptr()), name)) != name:
+def check_apart(trainable: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError if a trainable parameter lies in the memory of another one or of a persistent buffer.
+
+    Of tensors with gaps, such as columns of a matrix, only the beginnings are compared.
+    """
+    spans = []
+    for name, tensor in {**trainable, **buffers}.items():
+        local = local_of(tensor)
+        if local.numel():
+            size = local.nbytes if local.is_contiguous() else 1
+            spans.append((str(local.device), local.data_ptr(), local.data_ptr() + size, name))
+    spans.sort()
+    for (device, _, stop, first), (other_device, start, _, second) in itertools.pairwise(spans):
+        if device == other_device and start < stop and not {first, second}.isdisjoint(trainable):
             raise ConfigError(
-                f"parameters {other} and {name} are two tensors in one memory, in which each round would land twice: "
-                "assign the first one to the second name, which ties them, or make the second one a clone()"
+                f"{first} and {second} are two tensors in one memory, in which each change would land twice: assign "
+                "the first one to the second name, which ties them, or make the second one a clone()"
             )
 
 

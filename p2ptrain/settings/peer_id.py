@@ -11,8 +11,11 @@ _PEER_ID = re.compile(f"Qm[{_BASE58}]{{44}}|1[{_BASE58}]{{51,52}}")
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether a text has the form of a peer id."""
-    return _PEER_ID.fullmatch(text) is not None
+    """Whether a text is a peer id: a multihash."""
+    if _PEER_ID.fullmatch(text) is None:
+        return False
+    data = from_base58(text)
+    return (data[:2] == b"\x12\x20" and len(data) == 34) or (data[0] == 0 and data[1] == len(data) - 2)
 
 
 def from_base58(text: str) -> bytes:

@@ -53,8 +53,11 @@ def has_run(out: str | None, run_id: str) -> bool:
     That is a checkpoint, or the addresses of the others. Raises ConfigError if the directory cannot be used.
     """
     directory = Path(out or f"p2ptrain-{run_id}")
-    if not any(directory.glob("checkpoint-*")) and not (directory / KNOWN_PEERS_FILE).exists():
-        return False
+    try:
+        if not any(directory.glob("checkpoint-*")) and not (directory / KNOWN_PEERS_FILE).exists():
+            return False
+    except OSError:
+        return False  # a name that is too long: whoever makes it says so
     lock = _lock(directory)
     if lock is None:
         return False  # it is another peer's, which is running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from ipaddress import ip_network
 
 import pytest
 import trio
@@ -111,13 +112,13 @@ def test_peers_of_one_run_are_one_run_and_another_founders_is_another() -> None:
     )
     false = dataclasses.replace(ONE, founder=A, peer_id=A)
     node = dataclasses.replace(ONE, founder="", peer_id="Qm" + "a" * 44, model="", peers=0)
-    first, second = runs_of([ONE, node, CLOSED, false, other, ONE])
+    of_node, first, second = runs_of([ONE, node, CLOSED, false, other, ONE])
     # One address of each peer before a second one: a ticket holds six.
     addresses = (other.addresses[0], ONE.addresses[0], other.addresses[1], ONE.addresses[1])
     assert first == LanRun("novels ü", "gpt-demo", 812_544, 2, 130, B, addresses)
     assert (second.founder, second.addresses) == (A, ONE.addresses)
     assert (first.ticket.founder, second.ticket.founder) == (B, A)
-    assert [run.addresses for run in runs_of([node])] == [node.addresses]
+    assert (of_node.founder, of_node.addresses) == ("", node.addresses)
 
 
 @pytest.mark.parametrize(
@@ -203,3 +204,20 @@ def test_announcing_goes_on_after_an_error_and_with_new_addresses(monkeypatch: p
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     assert began == [["10.0.0.1"], ["10.0.0.2"], ["10.0.0.2"]]
+
+
+def test_addresses_of_other_networks_are_left_out() -> None:
+    near, behind = f"/ip4/192.168.1.5/tcp/1/p2p/{A}", f"/ip4/10.8.0.1/tcp/22/p2p/{A}"
+    networks = [ip_network("192.168.1.0/24")]
+    one = Announcement(run_id="novels", peer_id=A, addresses=(behind, near))
+    assert lan.nearby(one, networks) == dataclasses.replace(one, addresses=(near,))
+    assert lan.nearby(dataclasses.replace(one, addresses=(behind,)), networks) is None
+    assert lan.nearby(CLOSED, networks) == CLOSED
+
+
+def test_an_id_that_is_no_hash_names_no_peer() -> None:
+    record = record_of(Announcement(run_id="novels", peer_id=A, addresses=(f"/ip4/10.0.0.1/tcp/1/p2p/{A}",)))
+    assert record is not None
+    assert parse({name.encode(): value.encode() for name, value in record.items()}) is not None
+    record["id"] = 52 * "1"
+    assert parse({name.encode(): value.encode() for name, value in record.items()}) is None

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.model_layout import ModelParts
@@ -80,7 +81,37 @@ def test_tensors_that_cannot_be_carried_are_refused_by_name(
 def test_two_parameters_in_one_memory_are_refused_and_tied_ones_are_one() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = nn.Parameter(model[0].weight.detach())
-    with pytest.raises(ConfigError, match=r"parameters 0\.weight and 1\.weight are two tensors in one memory"):
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are two tensors in one memory"):
         ModelParts(model)
     model[1].weight = model[0].weight
     assert ModelParts(model).space.names == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_memory_that_a_parameter_shares_in_part_is_refused() -> None:
+    flat, model = torch.zeros(192), nn.Module()
+    model.p, model.q = nn.Parameter(flat[:128]), nn.Parameter(flat[128:])
+    model.register_buffer("one", torch.zeros(8))
+    model.register_buffer("same", model.one)
+    assert ModelParts(model).space.names == ["p", "q"]
+    model.q = nn.Parameter(flat[64:])
+    with pytest.raises(ConfigError, match="p and q are two tensors in one memory"):
+        ModelParts(model)
+    model.q = nn.Parameter(torch.zeros(9))
+    model.register_buffer("b", flat[100:110])
+    with pytest.raises(ConfigError, match="p and b are two tensors in one memory"):
+        ModelParts(model)
+
+
+def test_two_tensors_of_one_plain_name_are_refused() -> None:
+    model = nn.Module()
+    model.weight, model._orig_mod = nn.Parameter(torch.zeros(3)), nn.Module()
+    model._orig_mod.weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigError, match="two tensors named weight"):
+        ModelParts(model)
+
+
+def test_a_tensor_whose_values_are_in_others_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("two", TwoTensor(torch.zeros(3), torch.zeros(3)))
+    with pytest.raises(ConfigError, match="buffer two is a TwoTensor, whose values are in other tensors"):
+        ModelParts(model)

@@ -236,7 +236,7 @@ def test_secrets_at_the_wrong_place_are_refused_unseen(tmp_path: Path) -> None:
     assert "write it as one word" in refused(f"{word[:half]} {word[half:]}")
     assert "this is a ticket: give it without --run-key" in refused("--run-key", word)
     assert "is not a ticket, an address or a file" in refused(word[1:])
-    assert "no such file" in refused("--data", key).lower()
+    assert "no such file" in refused("--data", key, "--new").lower()
 
 
 def test_commands_take_a_ticket_and_show_no_key(tmp_path: Path) -> None:

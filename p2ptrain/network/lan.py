@@ -108,9 +108,6 @@ class LanRun:
         return Ticket(self.run_id, self.addresses, self.founder)
 
 
-# --- decisions ---------------------------------------------------------------------------------------------------
-
-
 def looks(config: NetworkConfig, *, in_container: bool) -> bool:
     """Whether a peer without initial peers looks for runs: a run key is of a run that no record names."""
     return _is_on(config, in_container) and config.key is None
@@ -194,9 +191,6 @@ def matching(runs: Iterable[LanRun], run_id: str | None, founder: str = "") -> l
     return [run for run in runs if run_id in (None, run.run_id) and (not founder or run.founder in ("", founder))]
 
 
-# --- records -----------------------------------------------------------------------------------------------------
-
-
 def record_of(announcement: Announcement) -> dict[str, str] | None:
     """The texts of a record; None if one of them is too long for it."""
     if not announcement.run_id:
@@ -277,9 +271,6 @@ def local_maddrs(maddrs: Iterable[str]) -> tuple[str, ...]:
     return tuple(fitting[:MAX_ADDRESSES])
 
 
-# --- this machine and its network --------------------------------------------------------------------------------
-
-
 def in_container() -> bool:
     """Whether this process seems to run in a container, whose network other machines do not see."""
     marks = ("container", "KUBERNETES_SERVICE_HOST")
@@ -318,18 +309,20 @@ def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
 async def announce(describe: Callable[[], Announcement], host_maddrs: Sequence[str]) -> None:
     """Announce a run on this machine's local networks until cancelled, then say goodbye.
 
-    What fails is logged and tried again after UPDATE_EVERY_S, also if the machine's addresses have changed.
+    What fails is logged once, and tried again after UPDATE_EVERY_S; so are other addresses of the machine.
 
     Args:
         describe: called at the beginning, and every UPDATE_EVERY_S.
         host_maddrs: where the peer listens.
     """
+    level = logging.INFO
     while True:
         try:
             if hosts := hosts_of(host_maddrs):
                 await from_asyncio(_announce(describe, host_maddrs, hosts))
         except Exception as error:
-            logger.info("the run is not announced on the local network: %r", error)
+            logger.log(level, "the run is not announced on the local network: %r", error)
+            level = logging.DEBUG
         await trio.sleep(UPDATE_EVERY_S)
 
 

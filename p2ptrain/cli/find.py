@@ -74,7 +74,7 @@ def choose_nearby(settings: Settings, network: NetworkConfig) -> Settings:
         The settings, with the ticket of the run that was chosen, if any.
 
     Raises:
-        TransientError: there are runs, and nobody who can be asked.
+        TransientError: there are runs, and no terminal to ask at.
     """
     from p2ptrain.network import lan
 

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from itertools import chain, zip_longest
@@ -29,12 +29,13 @@ from p2ptrain.protocol.wire.text import escaped, shown
 from p2ptrain.settings.config import RUN_ID
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.peer_id import is_peer_id
+from p2ptrain.settings.ticket import MAX_ADDRESSES as MAX_IN_TICKET
 from p2ptrain.settings.ticket import Ticket
 
 if TYPE_CHECKING:
     import ifaddr
     from zeroconf import ServiceStateChange, Zeroconf
-    from zeroconf.asyncio import AsyncServiceInfo
+    from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,6 @@ UPDATE_EVERY_S = 30.0
 # A goodbye is sent three times within 0.3 s.
 GOODBYE_S = 1.0
 MAX_ADDRESSES = 4
-# As many as a ticket holds: a joiner dials each.
-MAX_ADDRESSES_OF_RUN = 6
 MAX_MODEL_CHARS = 60
 # A text of a record has at most 255 bytes, with its name.
 MAX_VALUE_BYTES = 240
@@ -67,7 +66,7 @@ _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """What one peer says of its run. That of a closed run has none of this: `run_id` is "".
+    """A peer's description of its run. For a closed run all fields are empty.
 
     Attributes:
         model: its name; safe to print. "" if the peer does not know it: a bootstrap node.
@@ -128,10 +127,10 @@ def _is_on(config: NetworkConfig, in_container: bool) -> bool:
 
 
 def decide(found: int, *, lan: str, can_ask: bool) -> Literal["start", "join", "ask", "refuse"]:
-    """What `p2ptrain join` does when it has found that many runs.
+    """Decide what `p2ptrain join` does with the runs that it found.
 
     Args:
-        found: runs that this peer could join.
+        found: how many runs this peer could join.
         lan: the setting.
         can_ask: whether there is a terminal.
     """
@@ -158,8 +157,12 @@ def local_hosts(host_maddrs: Iterable[str], own: Iterable[str]) -> list[str]:
         host_maddrs: where it listens; /ip4/0.0.0.0 is everywhere.
         own: all addresses of this machine.
     """
-    listening = {maddr.split("/")[2] for maddr in host_maddrs if maddr.startswith("/ip4/")}
+    listening = _listening(host_maddrs)
     return [host for host in own if ":" not in host and is_local(host) and {host, "0.0.0.0"} & listening]
+
+
+def _listening(host_maddrs: Iterable[str]) -> set[str]:
+    return {maddr.split("/")[2] for maddr in host_maddrs if maddr.startswith("/ip4/")}
 
 
 def runs_of(announcements: Iterable[Announcement]) -> list[LanRun]:
@@ -177,7 +180,7 @@ def runs_of(announcements: Iterable[Announcement]) -> list[LanRun]:
         one = max(members, key=lambda member: member.step)
         # One address of each peer first.
         turns = chain.from_iterable(zip_longest(*(member.addresses for member in members)))
-        addresses = tuple(address for address in turns if address is not None)[:MAX_ADDRESSES_OF_RUN]
+        addresses = tuple(address for address in turns if address is not None)[:MAX_IN_TICKET]
         peers = max(member.peers for member in members)
         runs.append(LanRun(run_id, one.model, one.parameters, peers, one.step, founder, addresses))
     return runs
@@ -258,7 +261,7 @@ def _is_local_maddr(maddr: str) -> bool:
 def nearby(announcement: Announcement, networks: Sequence[IPv4Network | IPv6Network]) -> Announcement | None:
     """The announcement with those addresses that are on these networks; None if it has others only.
 
-    Other private addresses may be of networks behind this machine, to which nobody here should lead a peer.
+    Other private networks may lie behind this machine, and a stranger must not make a peer dial there.
     """
     hosts = ((ip_address(address.split("/")[2]), address) for address in announcement.addresses)
     kept = tuple(address for host, address in hosts if any(host in network for network in networks))
@@ -279,8 +282,7 @@ def in_container() -> bool:
 
 def hosts_of(host_maddrs: Iterable[str]) -> list[str]:
     """The addresses of this machine through which it announces and looks; none if it listens on loopback only."""
-    listening = [maddr.split("/")[2] for maddr in host_maddrs if maddr.startswith("/ip4/")]
-    if not any(host == "0.0.0.0" or is_local(host) for host in listening):
+    if not any(host == "0.0.0.0" or is_local(host) for host in _listening(host_maddrs)):
         return []
     return local_hosts(host_maddrs, [str(ip.ip) for ip in _own()])
 
@@ -328,16 +330,14 @@ async def announce(describe: Callable[[], Announcement], host_maddrs: Sequence[s
 
 async def _announce(describe: Callable[[], Announcement], host_maddrs: Sequence[str], hosts: Sequence[str]) -> None:
     """Announce through these addresses of this machine, until it has others."""
-    from zeroconf import Error, IPVersion
-    from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+    from zeroconf.asyncio import AsyncServiceInfo
 
     name, told = secrets.token_hex(8), None  # nothing that would tell a closed run's peer
-    zeroconf = AsyncZeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
-    try:
+    async with _multicast(hosts) as zeroconf:
         while hosts_of(host_maddrs) == hosts:
             record = record_of(describe())
             if record is not None and record != told:
-                info = AsyncServiceInfo(  # whose port nobody uses: the record has whole addresses
+                info = AsyncServiceInfo(  # the port is required and not used: the record has whole addresses
                     SERVICE, f"{name}.{SERVICE}", port=9, properties=record, server=f"{name}.local.",
                     parsed_addresses=list(hosts),
                 )  # fmt: skip
@@ -345,14 +345,25 @@ async def _announce(describe: Callable[[], Announcement], host_maddrs: Sequence[
                 await (await change(info))
                 told = record
             await asyncio.sleep(UPDATE_EVERY_S)
+
+
+@contextlib.asynccontextmanager
+async def _multicast(hosts: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
+    """Sockets for multicast DNS on these addresses of this machine. Raises OSError or RuntimeError."""
+    from zeroconf import Error, IPVersion
+    from zeroconf.asyncio import AsyncZeroconf
+
+    zeroconf = AsyncZeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
+    try:
+        yield zeroconf
     finally:
         with contextlib.suppress(OSError, RuntimeError, Error, TimeoutError):
             await asyncio.wait_for(zeroconf.async_close(), GOODBYE_S)
 
 
 async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
-    from zeroconf import Error, IPVersion, ServiceStateChange
-    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+    from zeroconf import Error, ServiceStateChange
+    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo
 
     found: dict[str, AsyncServiceInfo] = {}
     asking: set[asyncio.Task[bool]] = set()
@@ -364,22 +375,21 @@ async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
                 found[name] = AsyncServiceInfo(SERVICE, name)
                 asking.add(asyncio.ensure_future(found[name].async_request(zeroconf, seconds * 1000)))
 
-    try:
-        zeroconf = AsyncZeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
-    except (OSError, RuntimeError) as error:
-        logger.info("cannot look for runs on the local network: %s", error)
-        return []
-    try:
-        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[note])
-        for _ in range(TURNS):
-            await asyncio.sleep(seconds / TURNS)
-        await browser.async_cancel()
-    finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-        with contextlib.suppress(OSError, RuntimeError, Error, TimeoutError):
-            await asyncio.wait_for(zeroconf.async_close(), GOODBYE_S)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            zeroconf = await stack.enter_async_context(_multicast(hosts))
+        except (OSError, RuntimeError) as error:
+            logger.info("cannot look for runs on the local network: %s", error)
+            return []
+        try:
+            browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[note])
+            for _ in range(TURNS):
+                await asyncio.sleep(seconds / TURNS)
+            await browser.async_cancel()
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
     networks = [ip_network(f"{ip.ip}/{ip.network_prefix}", strict=False) for ip in _own() if ip.ip in hosts]
     parsed = (parse(info.properties) for info in found.values())
     return [near for one in parsed if one is not None and (near := nearby(one, networks)) is not None]

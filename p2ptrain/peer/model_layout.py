@@ -98,13 +98,14 @@ class ModelParts:
 
         Raises ConfigError if another peer of this process has one of them: both would write to it.
         """
-        places = {name: (t.device, t.data_ptr()) for name, t in zip(self.space.names, self.tensors, strict=True)}
-        claimed = {places[name] for name, tensor in zip(self.space.names, self.tensors, strict=True) if tensor.numel()}
+        named = zip(self.space.names, self.tensors, strict=True)
+        places = {name: (tensor.device, tensor.data_ptr()) for name, tensor in named if tensor.numel()}
+        claimed = set(places.values())
         with _claiming:
             taken = [name for name, place in places.items() if place in _written]
             if not taken:
                 _written.update(claimed)
-                # At the latest when nobody has these parts any more: then the memory may become another model's.
+                # Released with this object at the latest, as another model may get the memory then.
                 self._release = weakref.finalize(self, _written.difference_update, claimed)
         if taken:
             raise ConfigError(

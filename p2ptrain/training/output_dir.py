@@ -57,7 +57,7 @@ def has_run(out: str | None, run_id: str) -> bool:
         if not any(directory.glob("checkpoint-*")) and not (directory / KNOWN_PEERS_FILE).exists():
             return False
     except OSError:
-        return False  # a name that is too long: whoever makes it says so
+        return False  # the name is too long: making the directory reports it
     lock = _lock(directory)
     if lock is None:
         return False  # it is another peer's, which is running

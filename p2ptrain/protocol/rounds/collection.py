@@ -169,9 +169,7 @@ class Collection:
         return Measured(chunk.sender, chunk.start, square, leaf_hash(chunk.data) if self._audited else b"")
 
     def note(self, chunks: Sequence[Measured]) -> dict[PeerId, WireError]:
-        """Take the results of `measure`. Excludes members whose chunks are too large or not under their root: returns
-        them, with the reason.
-        """
+        """Take the results of `measure`; exclude and return members with chunks too large or not under their root."""
         refused: dict[PeerId, WireError] = {}
         for chunk in chunks:
             measured = self._measured[chunk.sender]

@@ -42,7 +42,7 @@ lint: $(STAMP)
 
 # What is made of the code: the page of settings and the pictures.
 docs: $(STAMP)
-	$(BIN)/p2ptrain config reference > docs/configuration.md
+	$(BIN)/p2ptrain config reference > docs/use/configuration.md
 	$(BIN)/python docs/pictures/draw.py
 
 bench: $(STAMP)
@@ -73,7 +73,8 @@ links: $(STAMP)
 thousand: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.thousand $(ARGS)
 
-# What lying members cost: 156 simulated runs of 20 s of a core each, of which those done are kept, and docs/security.md.
+# What lying members cost: 156 simulated runs of 20 s of a core each, of which those done are kept, and
+# docs/understand/security.md.
 harm: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.harm $(ARGS)
 	$(BIN)/python -m benchmarks.harm --report
@@ -83,8 +84,8 @@ harm: $(STAMP)
 pairwise: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pairwise $(ARGS)
 
-# nanoGPT's shakespeare_char by one peer, four peers and data parallel, a larger model, and docs/results.md: hours of
-# two cores; runs that are done are kept. ARGS="--text input.txt", or ARGS=--report for the page only.
+# nanoGPT's shakespeare_char by one peer, four peers and data parallel, a larger model, and docs/evidence/results.md:
+# hours of two cores; runs that are done are kept. ARGS="--text input.txt", or ARGS=--report for the page only.
 results: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.shakespeare $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.larger $(filter --report,$(ARGS))

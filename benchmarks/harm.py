@@ -5,8 +5,9 @@ only what they encode for a round or a fragment is replaced, so everything they 
 with H = 25: 12 rounds and 21 s of one core, long enough for the loss to fall from 4.6 to 2.6 nats, and all runs fit
 into an hour. Its result is the held-out loss of the honest peers after the last round, whose outcome all adopt.
 
-Each run is one line of `docs/security/harm.jsonl`; runs that are there are not repeated. After a change of what rounds
-or fragments do, remove the file. `--report` makes the table of `docs/security.md` and its picture of the lines.
+Each run is one line of `docs/understand/security/harm.jsonl`; runs that are there are not repeated. After a change of
+what rounds or fragments do, remove the file. `--report` makes the table of `docs/understand/security.md` and its
+picture of the lines.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ ATTACKS = {
     "stale": f"rounds and fragments of its own state {STALE_ROUNDS} rounds before",
 }
 ROOT = Path(__file__).parent.parent
-RESULTS, PICTURE, PAGE = (ROOT / "docs" / name for name in ("security/harm.jsonl", "security/harm.png", "security.md"))
+RESULTS, PICTURE, PAGE = (
+    ROOT / "docs/understand" / name for name in ("security/harm.jsonl", "security/harm.png", "security.md")
+)
 BEGIN, END = "<!-- harm: made by python -m benchmarks.harm --report -->", "<!-- end of harm -->"
 
 

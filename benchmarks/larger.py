@@ -2,7 +2,7 @@
 
 The text is Python's own library, which every reader has: `.py` files in the order of their paths, without tests and
 installed packages. All arms are simulated (virtual time, one process), so that the load of the machine changes nothing.
-Each is one line of docs/results/larger.jsonl; those that are there are not repeated.
+Each is one line of docs/evidence/results/larger.jsonl; those that are there are not repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.results import machine
 from benchmarks.shakespeare.cells import NANOGPT, OUTER, PEERS
 from benchmarks.shakespeare.data import held_out_loss
 from benchmarks.shakespeare.events import measures
-from benchmarks.shakespeare.report import DOCS, PAGE, data_parallel_mb, write_between
+from benchmarks.shakespeare.report import EVIDENCE, PAGE, data_parallel_mb, write_between
 from benchmarks.shakespeare.simulated import LATENCY_S, STEP_S
 from p2ptrain.settings.config import resolve_run
 from p2ptrain.simulation.experiment import Experiment
@@ -36,7 +36,7 @@ from p2ptrain.training.models import Llama, LlamaConfig
 
 VOCABULARY = 4096
 MODEL = "benchmarks.larger:llama_10m"
-RESULTS = DOCS / "results" / "larger.jsonl"
+RESULTS = EVIDENCE / "results" / "larger.jsonl"
 BEGIN, END = "<!-- made by python -m benchmarks.larger -->", "<!-- end of what benchmarks.larger makes -->"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # By the name of an arm: peers, and windows of each in a step as a multiple of `Size.batch`. What one of four peers has
@@ -175,7 +175,7 @@ def measure(size: Size, data: Path, results: Path) -> list[dict[str, Any]]:
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
 @click.option("--report", "only_report", is_flag=True, help="Run nothing: print and write the table.")
 def main(steps: int, sync_every: int, batch: int, work: Path, results: Path, only_report: bool) -> None:
-    """Train what is missing, print the table, and write it into docs/results.md if no option changes the size."""
+    """Train what is missing, print the table and write it to docs/evidence/results.md if no option changes the size."""
     size = Size(steps=steps, sync_every=sync_every, batch=batch)
     if not only_report:
         measure(size, tokens(work, size.megabytes), results)

@@ -5,7 +5,8 @@ sends one encoded model, a round nearly two (outer gradients to the reducers, me
 50, are eight models. With H = 30, pairs take six steps, and end with a round as well: eight models, too. Among more
 peers they find their partners later, and take shorter intervals for the same bytes.
 
-Each run is one line of `docs/pairwise.jsonl`; runs that are there are not repeated. `--report` prints the table.
+Each run is one line of `docs/evidence/pairwise.jsonl`; runs that are there are not repeated. `--report` prints the
+table.
 256 peers only with `--peers 256`: a run of 60 steps takes two to four minutes of a core.
 """
 
@@ -38,7 +39,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "alone": {"outer_optimizer": "sgd", "outer_lr": 1.0},
 }  # fmt: skip
-RESULTS = Path(__file__).parent.parent / "docs" / "pairwise.jsonl"
+RESULTS = Path(__file__).parent.parent / "docs/evidence/pairwise.jsonl"
 
 
 def run(arm: str, peers: int, seed: int, scale: tuple[int, int, int] | None = None) -> dict[str, Any]:

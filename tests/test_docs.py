@@ -45,7 +45,7 @@ PAGES = sorted(
     )
 )
 # Where a reader begins; every page is found from there.
-ENTRANCES = ("README.md", "docs/README.md")
+ENTRANCES = ("README.md", "docs/index.md")
 SHELL = {"", "sh", "bash", "console", "shell"}
 ELLIPSIS = "…"
 # What may stand before a command of ours; other lines with our name in them are what a program printed.
@@ -181,7 +181,7 @@ def is_text(piece: str) -> bool:
 
 def quoted_messages() -> list[str]:
     """The messages in the first column of the tables of "Messages, and what to do"."""
-    page = (ROOT / "docs/operating.md").read_text(encoding="utf-8").partition("## Messages, and what to do")[2]
+    page = (ROOT / "docs/use/operating.md").read_text(encoding="utf-8").partition("## Messages, and what to do")[2]
     cells = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
     return [message for cell in cells for message in re.findall(r"`(.*?)`", cell)]
 
@@ -260,15 +260,15 @@ def test_code_blocks_are_in_their_language(page: str) -> None:
 
 
 def test_the_program_on_choosing_prints_the_table_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    ((_, program),) = (fence for fence in read("docs/choosing.md").fences if fence[0] == "python")
+    ((_, program),) = (fence for fence in read("docs/use/choosing.md").fences if fence[0] == "python")
     exec(program, {})
     rows = capsys.readouterr().out
     assert rows.count("\n") == 9
-    assert rows in (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+    assert rows in (ROOT / "docs/use/choosing.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_models_is_what_they_have() -> None:
-    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/use/training.md").read_text(encoding="utf-8")
     for name, shape in MODELS.items():
         has = model_defaults(name)
         row = (
@@ -279,7 +279,7 @@ def test_the_table_of_models_is_what_they_have() -> None:
 
 
 def test_the_estimates_on_pages_are_what_the_command_prints() -> None:
-    pages = ("docs/estimate.md", "examples/pretrain_gpt2.md")
+    pages = ("docs/use/estimate.md", "examples/pretrain_gpt2.md")
     blocks = [text for page in pages for _, text in read(page).fences if text.startswith("$ p2ptrain estimate ")]
     assert len(blocks) >= 4
     for block in blocks:
@@ -321,7 +321,7 @@ def test_a_message_that_the_program_lacks_would_be_found() -> None:
 
 
 def test_the_protocol_page_names_every_message_with_its_fields() -> None:
-    page = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/understand/protocol.md").read_text(encoding="utf-8")
     for kind, message in messages.KINDS.items():
         fields = ", ".join(message.__struct_fields__)
         assert f"| {kind} | {message.__name__} | {fields} |" in page
@@ -339,7 +339,7 @@ def test_contributing_names_every_module_of_the_rounds() -> None:
 
 
 def test_the_configuration_page_is_current() -> None:
-    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/use/configuration.md").read_text(encoding="utf-8")
     assert page == reference(), "make docs writes it anew"
 
 

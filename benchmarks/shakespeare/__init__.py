@@ -1,1 +1,1 @@
-"""nanoGPT's shakespeare_char in its CPU setting, trained alone, by peers and data parallel: makes docs/results.md."""
+"""nanoGPT's shakespeare_char in its CPU setting, alone, by peers and data parallel: makes docs/evidence/results.md."""

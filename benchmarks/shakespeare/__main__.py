@@ -1,6 +1,7 @@
-"""`python -m benchmarks.shakespeare --text FILE`: run what is missing, one run at a time, and write docs/results.md.
+"""`python -m benchmarks.shakespeare --text FILE`: run what is missing, one by one, and write docs/evidence/results.md.
 
-Each run is one line of docs/results/shakespeare.jsonl. Runs that are there are not repeated. After a change of what
+Each run is one line of docs/evidence/results/shakespeare.jsonl. Runs that are there are not repeated. After a change of
+what
 rounds or fragments do, remove the file.
 """
 
@@ -36,7 +37,7 @@ from p2ptrain.errors import ConfigError
 def main(
     text: Path | None, work: Path, stage: Sequence[int], seed: Sequence[int], results: Path, only_report: bool
 ) -> None:
-    """Measure all runs of docs/results.md, and continue where an earlier call stopped."""
+    """Measure all runs of docs/evidence/results.md, and continue where an earlier call stopped."""
     failed = 0
     if not only_report:
         if text is None:

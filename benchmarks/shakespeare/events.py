@@ -1,4 +1,4 @@
-"""What a run measured, from the events of its peers' metrics files (docs/metrics.md)."""
+"""What a run measured, from the events of its peers' metrics files (docs/use/metrics.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md: curves against steps, tokens, bytes and seconds, and the ends of all runs."""
+"""The pictures of docs/evidence/results.md: curves against steps, tokens, bytes and seconds; the ends of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of results, and the tables and pictures of docs/results.md that are made from it."""
+"""The file of results, and the tables and pictures of docs/evidence/results.md that are made from it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.shakespeare.cells import ALONE, GRID, LARGE, PARALLEL, PEERS, SIMULATED, TOGETHER, Cell, stages
 from benchmarks.shakespeare.plot import draw_curves, draw_grid, draw_simulated, has_curve
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
-RESULTS, PAGE = DOCS / "results" / "shakespeare.jsonl", DOCS / "results.md"
+EVIDENCE = Path(__file__).parent.parent.parent / "docs/evidence"
+RESULTS, PAGE = EVIDENCE / "results" / "shakespeare.jsonl", EVIDENCE / "results.md"
 BEGIN, END = "<!-- made by make results -->", "<!-- end of what make results makes -->"
 PARAMETERS = 809_856
 NAMES = {

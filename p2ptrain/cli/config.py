@@ -73,7 +73,7 @@ def reference() -> None:
     """Print the reference of all settings as Markdown, with the reasons for the defaults.
 
     \b
-        p2ptrain config reference > docs/configuration.md
+        p2ptrain config reference > docs/use/configuration.md
     """
     from p2ptrain.settings.reference import reference
 

@@ -1,7 +1,7 @@
 """What a run will cost on a link, before it starts: a round, gossip, a joiner's state, memory. Pure.
 
 Bytes are those of the run's own codecs, averaging strategy and topology. Seconds are computed from the link that the
-user describes, and all peers are taken to have such a link. docs/estimate.md compares them with measured rounds.
+user describes, and all peers are taken to have such a link. docs/use/estimate.md compares them with measured rounds.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ ROUND_TRIPS = 5
 # (protocol/test_pairwise.py::test_a_pairwise_step_takes_two_round_trips_from_its_offer).
 PAIR_ROUND_TRIPS = 4
 # Snapshot, encoding, hashing, averaging and the outer step: about a second for 25M parameters on one busy core
-# (docs/BENCHMARKS.md, "Far apart").
+# (docs/evidence/benchmarks.md, "Far apart").
 COMPUTE_S = 1 / 25e6
 # A TCP connection begins with ten segments (RFC 6928) and doubles its window in each round trip. It begins anew after a
 # pause, as between two rounds.
 FIRST_WINDOW_BYTES = 14_600
 # CPU time of a push as `PushPace` counts it, and of each byte in it: 3.0 ms for a fragment of 22 kB, 7.8 ms for 131 kB
-# (docs/LOG.md, "what a push costs").
+# (docs/log/, "what a push costs").
 PUSH_S, PUSH_BYTE_S = 2.5e-3, 30e-9
 # In units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: what a round
-# adds at most (3.66 x measured at 124M, int8, docs/BENCHMARKS.md), in host memory even when training on a GPU.
+# adds at most (3.66 x measured at 124M, int8, docs/evidence/benchmarks.md), in host memory even when training on a GPU.
 AT_REST, IN_A_ROUND = 4.0, 3.7
 # Memory of a peer with the demo model (measured: 421 MB), nearly all of it libraries.
 LIBRARIES_BYTES = 420_000_000
-# What we advise. docs/choosing.md gives a quarter of the slower direction of a link to gossip. A change that saves less
-# than a tenth of a round is not advised.
+# What we advise. docs/use/choosing.md gives a quarter of the slower direction of a link to gossip. A change that saves
+# less than a tenth of a round is not advised.
 SHARE_OF_LINK, NOTABLY = 0.25, 0.9
-# The next codec to try, from those that did not raise the loss (docs/choosing.md).
+# The next codec to try, from those that did not raise the loss (docs/use/choosing.md).
 SMALLER = {"none": "int8", "fp16": "int8", "int8": "int4"}
 
 
@@ -262,7 +262,7 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
 
 def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:
     """Yield settings, with a value each, that may make a round shorter and did not raise the loss."""
-    # Gather is for two or three (docs/choosing.md).
+    # Gather is for two or three (docs/use/choosing.md).
     if run.averaging == "gather" and min(link.peers, run.max_contributors) > 3:
         yield "averaging", "parts"
     smaller = None if run.is_pairwise and run.round_codec == "int8" else SMALLER.get(run.round_codec)

@@ -30,7 +30,7 @@ COLUMNS = ("step", "rounds", "steps/s", "round trip")
 LOG_LINES, LOG_SHARE = 4, 4
 # Rows for this many peers take precedence over the join command.
 FEW_PEERS = 4
-# Short texts for the reasons of skipped fragments (docs/metrics.md).
+# Short texts for the reasons of skipped fragments (docs/use/metrics.md).
 REASONS = {
     "epoch": "from another round", "too_old": "too old", "superseded": "superseded", "clipped": "too far off",
     "newcomer": "of a newcomer", "inbox_full": "inbox full", "shed": "link too slow", "not_finite": "not finite",

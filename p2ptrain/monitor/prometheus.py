@@ -20,7 +20,7 @@ COUNTERS = {
     "tokens": ("Tokens, or other samples, that this peer has trained on.",),
     "fragments_sent": ("Fragments sent.",),
     "fragments_merged": ("Fragments of other peers that were merged.",),
-    "fragments_skipped": ("Fragments skipped, by reason (docs/metrics.md).", "reason"),
+    "fragments_skipped": ("Fragments skipped, by reason (docs/use/metrics.md).", "reason"),
     "sent_bytes": ("Bytes sent, for fragments and for rounds.", "traffic"),
     "received_bytes": ("Bytes received, for fragments and for rounds.", "traffic"),
     "rounds": ("Rounds applied here (committed, solo) or skipped.", "status"),
@@ -39,7 +39,7 @@ GAUGES = {
     "peers": "Live peers of the run, this one included.",
 }
 HISTOGRAMS = {
-    # 0.2 to 5 ms (docs/BENCHMARKS.md); the upper buckets are for machines that swap.
+    # 0.2 to 5 ms (docs/evidence/benchmarks.md); the upper buckets are for machines that swap.
     "exchange_seconds": (
         "Time per step that the exchange blocked the training thread.",
         (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),

@@ -1,4 +1,4 @@
-"""Rounds as the peers of a run report them, and the check of the round protocol's guarantee (docs/metrics.md).
+"""Rounds as the peers of a run report them, and the check of the round protocol's guarantee (docs/use/metrics.md).
 
 Two peers on the same round of the same lineage hold the same bytes.
 """

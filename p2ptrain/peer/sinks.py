@@ -1,6 +1,6 @@
 """Sinks: receivers of a peer's events, such as its metrics file, which has one JSON object per line.
 
-The event names and fields are public (docs/metrics.md): add, never rename.
+The event names and fields are public (docs/use/metrics.md): add, never rename.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sink(Protocol):
     """Receives a peer's events. Methods are called from any thread, and must neither block nor raise."""
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Receive one event; docs/metrics.md lists their names and fields."""
+        """Receive one event; docs/use/metrics.md lists their names and fields."""
         ...
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 # At most about 20 pushes a second (measured): faster steps share one push.
 MIN_PUSH_INTERVAL_S = 0.05
 # Of the CPU of a push, a third is seen here: gathering, planning, encoding, decoding, mixing. The rest wakes network
-# threads, reads and writes sockets and encrypts. Measured with two peers: see docs/LOG.md.
+# threads, reads and writes sockets and encrypts. Measured with two peers: see docs/log/.
 WHOLE_FACTOR = 3.0
 # Receiving a fragment of the same size costs up to twice as much as sending one (mixing). Larger ones count as four.
 MOST_RECEIVED = 4.0

@@ -38,7 +38,7 @@ class Link:
     step_ms: float = setting(1000.0, number("between 0.001 and 1000000", lambda ms: 1e-3 <= ms <= 1e6, example=200),
         metavar="MS",
         help="Milliseconds of an inner step.",
-        why="A guess, for 124M parameters on one GPU (docs/choosing.md). `p2ptrain peers` shows a run's own.")
+        why="A guess, for 124M parameters on one GPU (docs/use/choosing.md). `p2ptrain peers` shows a run's own.")
     cores: int = setting(8, count(1),
         help="Cores of each machine; gossip may take --gossip-budget of them.",
         why="A usual machine with a GPU has as many or more (guess).")

@@ -2,7 +2,7 @@
 
     fan_out: int = setting(1, count(1), help="Number of peers that get each fragment.", why="…")
 
-Checks, flag, environment variable, TOML key, shell completion and docs/configuration.md follow from the field.
+Checks, flag, environment variable, TOML key, shell completion and docs/use/configuration.md follow from the field.
 """
 
 from __future__ import annotations

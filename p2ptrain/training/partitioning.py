@@ -34,7 +34,7 @@ from p2ptrain.training.data.partition import (
 from p2ptrain.training.models import build_of, context_length
 from p2ptrain.training.trainer import Trainer
 
-# Measured on the standard library (docs/LOG.md): with the demo model this takes ten seconds on one core, and more
+# Measured on the standard library (docs/log/): with the demo model this takes ten seconds on one core, and more
 # steps or tokens make the clusters hardly more different from each other.
 STEPS = 400
 TOKENS_PER_STEP = 512

@@ -1,4 +1,4 @@
-"""The larger model of docs/results.md, at a small size: the text, the arms, and that runs done are not repeated."""
+"""The larger model of docs/evidence/results.md, at a small size: text, arms, and that runs done are not repeated."""
 
 from __future__ import annotations
 

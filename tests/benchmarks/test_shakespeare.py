@@ -1,4 +1,4 @@
-"""The runs of docs/results.md: their settings and data, what is read of events, and the tables and pictures."""
+"""The runs of docs/evidence/results.md: settings and data, what is read of events, the tables and pictures."""
 
 from __future__ import annotations
 

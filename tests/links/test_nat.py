@@ -27,7 +27,7 @@ def test_two_private_peers_train_together_through_a_public_one(net: Wires, swarm
 
 
 def test_two_private_peers_train_together_over_a_bootstrap_node(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
-    """It does not train, but it is a relay: each of the two has an address through it (examples/two_machines.md, 4)."""
+    """It does not train, but it is a relay: each of the two has an address through it (docs/start/two-machines.md)."""
     helper = net.machine()
     bootstrap = swarm.start(
         "p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001", directory=tmp_path / "bootstrap", enter=helper.enter

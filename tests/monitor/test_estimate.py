@@ -121,7 +121,7 @@ def test_how_many_peers_get_a_fragment(topology: str, expected: int) -> None:
 def test_a_transfer_begins_slowly_and_never_beats_the_rate() -> None:
     rate, rtt_s, size = 125e6, 0.2, 13_000_000
     assert transfer_s(size, rate, 0.0, 1) == size / rate
-    # 2.3 s for such a connection on the emulated link (docs/BENCHMARKS.md); more of them begin faster.
+    # 2.3 s for such a connection on the emulated link (docs/evidence/benchmarks.md); more of them begin faster.
     assert 1.5 < transfer_s(size, rate, rtt_s, 1) < 2.5
     assert transfer_s(size, rate, rtt_s, 7) < transfer_s(size, rate, rtt_s, 1)
     assert transfer_s(100 * size, rate, rtt_s, 1) == pytest.approx(100 * size / rate, rel=0.3)
@@ -194,7 +194,8 @@ def test_two_or_three_peers_may_gather() -> None:
 
 
 def test_gossip_pushes_as_often_as_its_budget_allows() -> None:
-    # 25M parameters, steps of 100 ms and 2 % of a core: about every fourth step was measured (docs/BENCHMARKS.md).
+    # 25M parameters, steps of 100 ms and 2 % of a core: about every fourth step was measured
+    # (docs/evidence/benchmarks.md).
     link = Link(step_ms=100, cores=1)
     found = estimate_run(RUN, 25_000_000, link)
     assert 3 <= found.push_every_s / link.step_s <= 4
@@ -260,7 +261,7 @@ def _measured() -> list[tuple[str | float, ...]]:
     """The rows of "Compared with measured": command, estimated and measured seconds, factor."""
     rows = re.findall(
         r"^\| `p2ptrain estimate (.*?)` \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) \|$",
-        (PAGES / "estimate.md").read_text(encoding="utf-8"), re.MULTILINE,
+        (PAGES / "use/estimate.md").read_text(encoding="utf-8"), re.MULTILINE,
     )  # fmt: skip
     assert len(rows) >= 5
     return [
@@ -284,4 +285,4 @@ def test_measured_rounds_are_within_the_stated_factor(
     digits = 1 if found.round_s < 10 else 0  # as the command shows them
     assert f"{found.round_s:.{digits}f}" == f"{estimated:.{digits}f}"
     assert 1 / factor <= measured / found.round_s <= factor
-    assert f"{measured:g} s" in (PAGES / "BENCHMARKS.md").read_text(encoding="utf-8")
+    assert f"{measured:g} s" in (PAGES / "evidence/benchmarks.md").read_text(encoding="utf-8")

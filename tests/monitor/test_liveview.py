@@ -164,7 +164,8 @@ def test_time_left_is_rounded() -> None:
 
 
 def test_reasons_are_worded_as_documented_here_and_on_the_page() -> None:
-    table = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").partition("## Reasons why")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/use/metrics.md").read_text(encoding="utf-8")
+    table = page.partition("## Reasons why")[2].partition("\n## ")[0]
     documented = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, re.MULTILINE))
     script = (ROOT / "p2ptrain/monitor/dashboard/static/peers.js").read_text(encoding="utf-8")
     listed = script.partition("const REASONS = {")[2].partition("}")[0]

@@ -306,7 +306,7 @@ def test_an_error_names_the_field_and_the_rule(event: Event, says: str) -> None:
 
 
 def test_every_kind_is_in_the_documentation() -> None:
-    with open("docs/metrics.md", encoding="utf-8") as file:
+    with open("docs/use/metrics.md", encoding="utf-8") as file:
         text = file.read()
     for name, kind in KINDS.items():
         assert f"| `{name}` |" in text, name

@@ -1,7 +1,7 @@
 """Once faults stop, linked peers come into one lineage and commit together, whatever the interval between rounds.
 
 The limit is max(10 s, 3 intervals), and the time of three downloads of the state to each other peer. The rules are
-under "Progress" in docs/protocol.md.
+under "Progress" in docs/understand/protocol.md.
 """
 
 from __future__ import annotations

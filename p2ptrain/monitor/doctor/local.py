@@ -132,7 +132,7 @@ def check_disk(machine: Machine, out: Path, model: str, num_parameters: int | No
     one = 4 * CHECKPOINT * num_parameters
     text = f"{free}; checkpoints of {model} need {_size(CHECKPOINTS_AT_ONCE * one)}"
     if machine.disk_bytes < CHECKPOINTS_AT_ONCE * one:
-        # Training continues without checkpoints (docs/reliability.md).
+        # Training continues without checkpoints (docs/understand/reliability.md).
         return Finding("disk", Mark.WARNING, text, "give an --out on a larger disk, or free some space")
     return Finding("disk", Mark.OK, text)
 

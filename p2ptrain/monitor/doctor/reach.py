@@ -26,7 +26,7 @@ UNEASY_SKEW_S = 1.0
 FAR_SLOWER, NOISE_S = 2, 0.005
 # Peers that are named as those with the most pairs without a direct connection.
 MOST_NAMED = 3
-# Of advice, where the user has chosen no port; docs/reachability.md has the same.
+# Of advice, where the user has chosen no port; docs/use/reachability.md has the same.
 EXAMPLE_PORT = "4001"
 CLOCK_REMEDY = "sudo timedatectl set-ntp true"
 _CARRIER_GRADE = ipaddress.ip_network("100.64.0.0/10")

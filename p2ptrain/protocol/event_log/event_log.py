@@ -1,7 +1,7 @@
 """A peer's log of its own events, which observers request over their links.
 
 The log is bounded: recent events are kept, older ones are merged so that their sums stay right. It has the events of
-the metrics stream (docs/metrics.md), with steps aggregated over two seconds.
+the metrics stream (docs/use/metrics.md), with steps aggregated over two seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EventLog:
         self._loss: list[float] = [0.0, 0.0]
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Add an event. Events that are not in docs/metrics.md, such as a user's own, are ignored."""
+        """Add an event. Events that are not in docs/use/metrics.md, such as a user's own, are ignored."""
         if event not in KINDS or not KINDS[event].required.keys() <= fields.keys():
             return
         now = round(self._clock(), 3)

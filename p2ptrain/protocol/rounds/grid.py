@@ -3,7 +3,7 @@
 Each chunk is encoded alone, and parts consist of whole chunks, so that another attempt with another plan sends the same
 bytes. A chunk has 1024 blocks: 66 KiB as int8, 256 KiB as fp32, so that control frames never wait long behind one on a
 slow link. Of a large model it has up to 4096 (int8: 264 KiB), as long as it is no larger than one of fp32, because each
-chunk costs many calls in Python: a round of 100M parameters took 20 to 36 % less CPU (docs/LOG.md).
+chunk costs many calls in Python: a round of 100M parameters took 20 to 36 % less CPU (docs/log/).
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
 | a founding | the founder | who began a lineage, and from which head |
 
 Every statement names its kind and the run digest, so no signature is valid for anything else. A signature says what its
-owner claimed, not that it is true: whoever owns a quorum of the voters can prove anything (docs/security.md).
+owner claimed, not that it is true: whoever owns a quorum of the voters can prove anything
+(docs/understand/security.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All messages between peers, and their bytes. `docs/protocol.md` describes them.
+"""All messages between peers, and their bytes. `docs/understand/protocol.md` describes them.
 
 A message is packed as the msgpack list of its fields. Unpacking checks the number, types and sizes of all fields, and
 refuses floats that are not finite, and identifiers with control characters; in free texts these are escaped.
@@ -545,7 +545,7 @@ class PairWeights(_Struct, frozen=True):
 
 
 class Request(_Struct, frozen=True):
-    """A request; `docs/protocol.md` lists each `what` with its `subject` and `index`."""
+    """A request; `docs/understand/protocol.md` lists each `what` with its `subject` and `index`."""
 
     request: Int
     what: Text

@@ -264,7 +264,7 @@ def _open(path: Path) -> TokenFile:
     if start.startswith(NUMPY_MAGIC):
         raise ConfigError(
             f"--data {path}: is a .npy file, which begins with a header of numpy's; write its ids alone with "
-            f"np.load({path.name!r}).astype(np.uint16).tofile({path.name!r}), or as docs/data.md says if they are "
+            f"np.load({path.name!r}).astype(np.uint16).tofile({path.name!r}), or as docs/use/data.md says if they are "
             f"above 65,535"
         )
     if magic not in HEADERS:
@@ -272,7 +272,7 @@ def _open(path: Path) -> TokenFile:
         if width := _wider_than_two_bytes(file.ids):
             raise ConfigError(
                 f"--data {path}: its ids seem to have {width} bytes, and those of a .bin file without a header have 2; "
-                f"write it again with a header or with ids of 2 bytes (docs/data.md says how), or make it from the "
+                f"write it again with a header or with ids of 2 bytes (docs/use/data.md says how), or make it from the "
                 f"text with `p2ptrain data prepare`"
             )
         return file

@@ -158,7 +158,7 @@ def test_a_claim_says_which_arm_it_is_about() -> None:
 
 def test_the_table_of_rows_points_at_files_that_are_there() -> None:
     root = Path(__file__).parents[3]
-    text = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    text = (root / "docs/evidence/reproduction.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:p2ptrain|tests)/[\w/.]+)`", text)
     assert len(paths) > 40
     assert [path for path in paths if not (root / path).exists()] == []

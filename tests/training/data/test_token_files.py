@@ -209,7 +209,7 @@ def test_wider_ids_without_a_header_are_refused_and_the_docs_mend_them(
         ids.astype(dtype).tofile(tmp_path / name)
     with pytest.raises(ConfigError, match=rf"train\.bin: its ids seem to have {width} bytes, and those .* have 2;"):
         open_tokens(str(tmp_path))
-    page = (Path(__file__).parents[3] / "docs/data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/use/data.md").read_text(encoding="utf-8")
     program = page.partition("```python\n")[2].partition("```")[0].replace("np.uint32)", f"'{dtype}')", 1)
     monkeypatch.chdir(tmp_path)
     exec(program, {})

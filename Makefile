@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms hostile fuzz links harm pairwise results thousand reproduce reproduce-full clean
+.PHONY: demo check test test-long pythons compose-test lint docs site bench soak storms hostile fuzz links harm pairwise results thousand reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -36,14 +36,18 @@ pythons:
 	$(PYTHON) -m tests.pythons
 
 lint: $(STAMP)
-	$(BIN)/ruff check p2ptrain tests examples benchmarks docs/pictures
-	$(BIN)/ruff format --check p2ptrain tests examples benchmarks docs/pictures
+	$(BIN)/ruff check p2ptrain tests examples benchmarks docs/pictures docs/build_site.py
+	$(BIN)/ruff format --check p2ptrain tests examples benchmarks docs/pictures docs/build_site.py
 	$(BIN)/mypy
 
 # What is made of the code: the page of settings and the pictures.
 docs: $(STAMP)
 	$(BIN)/p2ptrain config reference > docs/use/configuration.md
 	$(BIN)/python docs/pictures/draw.py
+
+# The pages as a site with search, in site/. A link to nowhere ends it.
+site: $(STAMP)
+	$(BIN)/python docs/build_site.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -110,4 +114,4 @@ $(STAMP): setup.cfg setup.py pyproject.toml constraints.txt p2ptrain/algorithms/
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -24,7 +24,7 @@ settings.load_profile("p2ptrain")
 # start little but its daemons.
 STARTS_PEERS = (
     "swarm/", "examples/", "links/", "gpu/test_peers.py", "monitor/dashboard/test_page.py", "demo/test_demo.py",
-    "demo/test_processes.py", "monitor/doctor/test_doctor.py", "test_watchdog.py", "test_wheel.py",
+    "demo/test_processes.py", "monitor/doctor/test_doctor.py", "test_site.py", "test_watchdog.py", "test_wheel.py",
 )  # fmt: skip
 # What Python itself tells of a new process; those of `multiprocessing` without fork it does not.
 STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"})

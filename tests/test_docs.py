@@ -194,12 +194,26 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in read(target).anchors, f"{page} links to {target}#{anchor}"
 
 
-def test_every_page_is_found_from_the_entrances() -> None:
-    found, new = set(ENTRANCES), set(ENTRANCES)
-    while new:
-        new = {target for page in new for target, _ in inside(page) if target in PAGES} - found
-        found |= new
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_every_page_is_found_from_the_entrances_within_three_clicks(entrance: str) -> None:
+    found = {entrance}
+    for _ in range(3):
+        found |= {target for page in found for target, _ in inside(page) if target in PAGES}
     assert set(PAGES) - found == set()
+
+
+def test_the_twenty_questions_lead_to_headings() -> None:
+    page = (ROOT / "docs/questions.md").read_text(encoding="utf-8")
+    questions = re.findall(r"^(\d+)\. \[[^]]+\?[^]]*\]\([\w/.-]+\.md#[\w-]+\)", page, re.MULTILINE)
+    assert questions == [str(number) for number in range(1, 21)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(("docs/", "examples/"))])
+def test_a_page_begins_with_its_reader_and_ends_with_the_next(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert re.match(r"# [^\n]+\n\n\*For [^*]+\.\*\n", text), f"{page}: a line *For …* after the title"
+    last = text.rstrip("\n").rpartition("\n\n")[2]
+    assert re.match(r"Next: .*\[.*\]\(", last), f"{page}: a line Next: … at its end"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -115,7 +115,7 @@ def test_the_source_distribution_holds_tests_and_documentation(dist: Path) -> No
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
     some = {"CHANGELOG.md", "Makefile", "docs/understand/protocol.md", "tests/conftest.py", "examples/minimal.py"}
-    assert some <= names
+    assert some | {"mkdocs.yml"} <= names
 
 
 def test_the_installed_command_runs_in_an_empty_folder(scripts: Path, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_a_strategy_is_a_line_of_configuration() -> None:
 
 def test_the_example_in_contributing_is_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^   ```python\n(.*?)^   ```$", page[page.index("`single.py`") :], re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^    ```python\n(.*?)^    ```$", page[page.index("`single.py`") :], re.DOTALL | re.MULTILINE)
     strategy, line, tests = map(textwrap.dedent, blocks)
     made: dict[str, Any] = {"__name__": "single"}
     exec(strategy, made)

@@ -36,13 +36,14 @@ pythons:
 	$(PYTHON) -m tests.pythons
 
 lint: $(STAMP)
-	$(BIN)/ruff check p2ptrain tests examples benchmarks docs/pictures docs/build_site.py
-	$(BIN)/ruff format --check p2ptrain tests examples benchmarks docs/pictures docs/build_site.py
+	$(BIN)/ruff check p2ptrain tests examples benchmarks docs/pictures docs/build_site.py docs/message_tables.py
+	$(BIN)/ruff format --check p2ptrain tests examples benchmarks docs/pictures docs/build_site.py docs/message_tables.py
 	$(BIN)/mypy
 
-# What is made of the code: the page of settings and the pictures.
+# What is made of the code: the page of settings, the tables of messages and the pictures.
 docs: $(STAMP)
 	$(BIN)/p2ptrain config reference > docs/use/configuration.md
+	$(BIN)/python docs/message_tables.py
 	$(BIN)/python docs/pictures/draw.py
 
 # The pages as a site with search, in site/. A link to nowhere ends it.

@@ -128,7 +128,9 @@ def done(results: Results) -> str:
 def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent) -> None:
     """Draw the pictures, and write the tables between their marks in the page."""
     pictures.mkdir(parents=True, exist_ok=True)
-    parts = [done(results), table(results)]
+    # The simulated ones have tables of their own.
+    real = {cell: row for cell, row in results.items() if cell.arm != SIMULATED}
+    parts = [done(results), table(real)]
     for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
         runs = [group for group in grouped(results) if group[0][0].optimizer == optimizer and has_curve(group[0][0])]
         if runs:

@@ -291,9 +291,9 @@ def test_the_table_of_models_is_what_they_have() -> None:
 
 
 def test_the_estimates_on_pages_are_what_the_command_prints() -> None:
-    pages = ("docs/use/estimate.md", "examples/pretrain_gpt2.md")
+    pages = ("docs/use/choosing.md", "examples/pretrain_gpt2.md")
     blocks = [text for page in pages for _, text in read(page).fences if text.startswith("$ p2ptrain estimate ")]
-    assert len(blocks) >= 4
+    assert len(blocks) >= 2
     for block in blocks:
         command, _, printed = block.partition("\n")
         result = CliRunner().invoke(cli, shlex.split(command)[2:], catch_exceptions=False)

@@ -1,7 +1,8 @@
 """What a run will cost on a link, before it starts: a round, gossip, a joiner's state, memory. Pure.
 
 Bytes are those of the run's own codecs, averaging strategy and topology. Seconds are computed from the link that the
-user describes, and all peers are taken to have such a link. docs/use/estimate.md compares them with measured rounds.
+user describes, and all peers are taken to have such a link. tests/monitor/test_estimate.py compares them with
+measured rounds.
 """
 
 from __future__ import annotations

@@ -257,19 +257,22 @@ def test_extreme_models(params: int) -> None:
         assert len(list(texts(RUN, params, link, found))) >= 8
 
 
-def _measured() -> list[tuple[str | float, ...]]:
-    """The rows of "Compared with measured": command, estimated and measured seconds, factor."""
-    rows = re.findall(
-        r"^\| `p2ptrain estimate (.*?)` \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) \|$",
-        (PAGES / "use/estimate.md").read_text(encoding="utf-8"), re.MULTILINE,
-    )  # fmt: skip
-    assert len(rows) >= 5
-    return [
-        (command, float(estimated), float(measured), float(factor)) for command, estimated, measured, factor in rows
-    ]
+# Of two and four peers, int8: the link, estimated and measured seconds of a round, and the factor that is allowed.
+# docs/use/choosing.md promises the factor; docs/evidence/benchmarks.md has the measured values.
+MEASURED = [
+    ("--params 25M --peers 2 --rate 100 --rtt 4", 3.1, 3.37, 1.5),
+    ("--params 25M --peers 2 --rate 100 --rtt 100", 4.1, 3.18, 1.5),
+    ("--params 25M --peers 2 --rate 1000 --rtt 200", 4.1, 2.93, 1.5),
+    ("--params 25M --peers 4 --rate 100 --rtt 4", 4.1, 5.39, 1.5),
+    ("--params 25M --peers 4 --rate 100 --rtt 100", 5.0, 6.01, 1.5),
+    ("--params 25M --peers 4 --rate 100 --rate-up 20 --rtt 60", 17, 19.44, 1.5),
+    ("--params 25M --peers 4 --rate 20 --rtt 60", 17, 19.9, 1.5),
+    ("--params 25M --peers 4 --rate 1000 --rtt 200", 3.9, 4.16, 1.5),
+    ("--params 25M --peers 4 --rate 2240 --rtt 0.3", 1.1, 1.97, 2),
+]
 
 
-@pytest.mark.parametrize(("command", "estimated", "measured", "factor"), _measured())
+@pytest.mark.parametrize(("command", "estimated", "measured", "factor"), MEASURED)
 def test_measured_rounds_are_within_the_stated_factor(
     command: str, estimated: float, measured: float, factor: float
 ) -> None:

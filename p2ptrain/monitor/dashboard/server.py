@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.dashboard.connections import Connections
 from p2ptrain.monitor.dashboard.curves import RANGES
 from p2ptrain.monitor.dashboard.page_state import PageState
+from p2ptrain.network.listening import stop_listening
 from p2ptrain.settings.peer_config import PageConfig
 
 STATIC = Path(__file__).parent / "static"
@@ -71,7 +72,9 @@ def showing(state: PageState, page: PageConfig, listener: socket.socket | None =
         ConfigError: as `listen`.
     """
     state.refresh()
-    with listener or listen(page) as listener:
+    # uvicorn closes the listener; the copy stops it.
+    with listener or listen(page) as listener, ExitStack() as stack:
+        stack.callback(stop_listening, listener.dup())
         address, port = listener.getsockname()[:2]
         token = None if ipaddress.ip_address(address).is_loopback else secrets.token_urlsafe(TOKEN_BYTES)
         key = None if token is None else _Key(token, f"p2ptrain_{port}")

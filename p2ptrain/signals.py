@@ -78,6 +78,27 @@ def interrupts_call(act: Callable[[], None]) -> Iterator[None]:
                 signal.signal(number, _interrupt)
 
 
+@contextmanager
+def interrupt_held() -> Iterator[None]:
+    """Within the block, Ctrl-C waits: its handler is called at the end.
+
+    For work of milliseconds that must not be done by half, such as changing weights: after an interrupt, a notebook
+    goes on with the same objects. Does nothing in threads other than the main one, where Python handles no signals.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(signal.SIGINT, held[0])
+
+
 def interruptible(work: Callable[[], T]) -> T:
     """Run `work` in a thread, and return its result or raise its exception. A signal does not wait for it.
 

@@ -11,7 +11,14 @@ import threading
 import pytest
 
 from p2ptrain import signals
-from p2ptrain.signals import SIGNALS, TOGETHER_S, interrupt_on_signals, interruptible, stop_on_signals
+from p2ptrain.signals import (
+    SIGNALS,
+    TOGETHER_S,
+    interrupt_held,
+    interrupt_on_signals,
+    interruptible,
+    stop_on_signals,
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -182,3 +189,29 @@ def test_what_is_interruptible_gives_its_result_or_its_error() -> None:
     assert interruptible(lambda: 42) == 42
     with pytest.raises(ZeroDivisionError):
         interruptible(lambda: 1 // 0)
+
+
+def test_an_interrupt_that_is_held_is_raised_at_the_end_of_the_block() -> None:
+    before, done = signal.getsignal(signal.SIGINT), False
+    with pytest.raises(KeyboardInterrupt):
+        with interrupt_held():
+            signal.raise_signal(signal.SIGINT)
+            done = True
+    assert done
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_that_is_ignored_stays_so_and_other_threads_hold_nothing() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupt_held():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    seen: list[object] = []
+
+    def other() -> None:
+        with interrupt_held():
+            seen.append("held nothing")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == ["held nothing"]

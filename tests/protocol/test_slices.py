@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -442,3 +443,22 @@ def test_slices_are_in_time_for_rounds_where_the_window_is_a_few_steps_long(monk
             assert len(s.peers["a"].rounds()[-1]["contributors"]) == 3
 
     run_virtual(main)
+
+
+def test_an_interrupt_while_weights_change_comes_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook, training goes on with the same peer after Ctrl-C: each weight must change once."""
+    bench, add = Bench(), indexspace._add
+
+    def interrupted(*args: Any) -> None:
+        add(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    bench.steps(2)
+    before = [tensor.clone() for tensor in bench.tensors]
+    bench.exchange.land(landing(kind="add", buffer=torch.ones(NUM_BLOCKS, 64)))
+    with monkeypatch.context() as patch:
+        patch.setattr(indexspace, "_add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.step()
+    bench.steps(3)
+    assert all(torch.equal(now, then + 1) for now, then in zip(bench.tensors, before, strict=True))

@@ -17,6 +17,8 @@ gathered, and received fragments wait. The epoch, the position and the tokens ch
 begins a snapshot that was copied in part again. Without training, and after the run's last round, when all peers must
 have the same weights, there is one slice.
 
+Ctrl-C waits for the end of a step: an exception at an arbitrary place could make a change twice, or leave it out.
+
 An error of a transfer, such as missing memory on a GPU, costs that fragment. A snapshot or a landing is tried again at
 the next step; until the round has landed, the node waits for it, so that this peer joins no further one.
 
@@ -53,6 +55,7 @@ from p2ptrain.protocol.exchange.pushing import Pusher
 from p2ptrain.protocol.exchange.slices import Slice
 from p2ptrain.protocol.exchange.snapshots import Snapshotter
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.signals import interrupt_held
 
 logger = logging.getLogger(__name__)
 
@@ -260,6 +263,7 @@ class Exchange:
             self._position = self._position.postponed()
             self._told_due = False
 
+    @interrupt_held()
     def step(self, samples: int) -> types.StepReport:
         """Exchange after one optimizer step. O(pN), except for the two O(N) passes of each round."""
         start = self._clock()
@@ -290,6 +294,7 @@ class Exchange:
         self._last_end_s = end
         return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
 
+    @interrupt_held()
     def idle(self) -> types.RoundReport | None:
         """Land a round and take a snapshot without a training step: for waits before and after training.
 
@@ -301,6 +306,7 @@ class Exchange:
         self._snapshot(whole)
         return report
 
+    @interrupt_held()
     def finish_landing(self) -> bool:
         """Land the rest of a round of which slices have landed. Returns whether all weights are of one epoch now.
 

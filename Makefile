@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long pythons compose-test lint docs site bench soak storms hostile fuzz links harm pairwise results thousand reproduce reproduce-full clean
+.PHONY: demo check test test-long models pythons compose-test lint docs site bench soak storms hostile fuzz links harm pairwise results thousand reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -30,6 +30,10 @@ endif
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+# Two peers with each module of torch, a hundred architectures of transformers, and adapters of peft; ends with a table.
+models: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long tests/models $(ARGS)
 
 # A smoke test under each Python from 3.11 to 3.14 that is here: two peers, installed anew, commit a round of both.
 pythons:

@@ -1,11 +1,16 @@
-"""The collectives of torch.distributed that a process group uses. Each has the timeout of the group."""
+"""The collectives that a process group uses. Each has the timeout of the group.
+
+Weights go through torch.distributed; numbers, messages and small tensors over sockets where all ranks are on one
+machine (`rank_sockets.py` says why).
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +19,14 @@ import torch
 import torch.distributed as dist
 
 from p2ptrain.errors import ConfigError, PeerLostError
+from p2ptrain.peer.rank_sockets import RankSockets, open_sockets
 
 # The group's threads release a tensor within a millisecond, on a busy machine later.
 SETTLE_TIMEOUT_S, SETTLE_POLL_S = 5.0, 0.001
+# Tensors up to this size go over the sockets, from rank 0 to one rank after the other. Guess.
+SOCKET_BYTES = 1 << 16
+# Small tensors are copied together up to this size, which bounds the additional memory.
+TOGETHER_BYTES = 1 << 22
 
 
 class ProcessGroup:
@@ -27,10 +37,17 @@ class ProcessGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """All ranks: connect them by sockets, where they are on one machine."""
         self.rank, self.size = group.rank(), group.size()
         self._group = group
         self._device = device
         self._held: list[weakref.ref[torch.Tensor]] = []
+        self._sockets: RankSockets | None = None
+        if self.size > 1:
+            self._sockets = open_sockets(
+                self.rank, self.size, _timeout_s(group, device), self.tell_bytes,
+                lambda flag: self.total(float(not flag)) == [0.0],
+            )  # fmt: skip
 
     @property
     def members(self) -> list[int]:
@@ -44,10 +61,23 @@ class ProcessGroup:
 
     def total(self, *numbers: float) -> list[float]:
         """Return the sum of each number over all ranks."""
-        summed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        if self._sockets is None:
+            return self._reduced(numbers)
+        summed = np.array(self.total_on_0(*numbers), np.float64)
+        return [float(number) for number in np.frombuffer(self.tell_bytes(summed.tobytes()), np.float64)]
+
+    def total_on_0(self, *numbers: float) -> list[float]:
+        """Return the sum of each number over all ranks on rank 0. The others do not wait, and get an empty list."""
+        if self._sockets is None:
+            summed = self._reduced(numbers)
+            return [] if self.rank else summed
+        own = np.array(numbers, np.float64).tobytes()
         with self._lost_ranks_told():
-            self._group.allreduce([self._carried(summed)]).wait()
-            return [float(number) for number in summed.tolist()]
+            if self.rank:
+                self._sockets.send(own)
+                return []
+            rows = np.array([np.frombuffer(row, np.float64) for row in self._sockets.collect(own)])
+        return [float(number) for number in rows.sum(axis=0)]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, which must have one shape and dtype."""
@@ -61,11 +91,29 @@ class ProcessGroup:
     def copy(self, tensor: torch.Tensor) -> None:
         """Set the values of a tensor to those on rank 0."""
         tensor = tensor.detach()
+        if self._sockets is not None and tensor.device.type == "cpu" and tensor.nbytes <= SOCKET_BYTES:
+            told = self.tell_bytes(_bytes_of(tensor).numpy().tobytes() if self.rank == 0 else b"")
+            if self.rank and told:
+                _set(tensor, torch.frombuffer(bytearray(told), dtype=torch.uint8))
+            return
         carried = tensor.to(self._device).contiguous()
         with self._lost_ranks_told():
             self._group.broadcast(self._carried(carried), 0).wait()
             if carried is not tensor:
                 tensor.copy_(carried)
+
+    def copy_together(self, tensors: Sequence[torch.Tensor]) -> None:
+        """As `copy` of each of these, in fewer transfers: small ones that follow each other share one."""
+        for batch in _batches(tensors):
+            if len(batch) == 1:
+                self.copy(batch[0])
+                continue
+            together = torch.cat([_bytes_of(tensor.detach().to(self._device)) for tensor in batch])
+            self.copy(together)
+            if self.rank:
+                parts = torch.split(together, [tensor.nbytes for tensor in batch])
+                for tensor, part in zip(batch, parts, strict=True):
+                    _set(tensor.detach(), part)
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send the values of a tensor to one rank, which must call `receive`. Not a collective."""
@@ -88,6 +136,12 @@ class ProcessGroup:
 
     def tell_bytes(self, data: bytes) -> bytes:
         """Return the bytes of rank 0 on all ranks."""
+        if self._sockets is not None:
+            with self._lost_ranks_told():
+                if self.rank:
+                    return self._sockets.receive()
+                self._sockets.send(data)
+                return data
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         self.copy(size)
         told = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
@@ -107,6 +161,17 @@ class ProcessGroup:
         while any(held() is not None for held in self._held) and time.monotonic() < deadline:
             time.sleep(SETTLE_POLL_S)
 
+    def close(self) -> None:
+        """Let the other ranks notice that this one takes part no more. Nothing else may be called afterwards."""
+        if self._sockets is not None:
+            self._sockets.close()
+
+    def _reduced(self, numbers: Sequence[float]) -> list[float]:
+        summed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        with self._lost_ranks_told():
+            self._group.allreduce([self._carried(summed)]).wait()
+            return [float(number) for number in summed.tolist()]
+
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that a collective is about to transfer. No other reference may outlive the collective."""
         self._held = [held for held in self._held if held() is not None] + [weakref.ref(tensor)]
@@ -116,12 +181,44 @@ class ProcessGroup:
     def _lost_ranks_told(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:
+            reason = "Timed out" if isinstance(error, BlockingIOError) else str(error) or type(error).__name__
             raise PeerLostError(
                 f"rank {self._group.rank()} of {self._group.size()} has lost another process of its group, or "
-                f"waited longer than the group's timeout for it ({error}); start all of them again, as torchrun "
+                f"waited longer than the group's timeout for it ({reason}); start all of them again, as torchrun "
                 f"--max-restarts does"
             ) from error
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut a sequence into runs of up to TOGETHER_BYTES; a larger tensor is alone. Leaves out tensors without values."""
+    batch: list[torch.Tensor] = []
+    for tensor in tensors:
+        if batch and sum(each.nbytes for each in batch) + tensor.nbytes > TOGETHER_BYTES:
+            yield batch
+            batch = []
+        if tensor.numel():
+            batch.append(tensor)
+    if batch:
+        yield batch
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, flat, as uint8."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Set a tensor to what `_bytes_of` gave of another of its type and shape."""
+    tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The timeout of a group, of torch.distributed or of a backend alone."""
+    held: Any = group
+    backend = held._get_backend(device) if hasattr(held, "_get_backend") else held
+    timeout: datetime.timedelta = backend.options._timeout
+    return timeout.total_seconds()
 
 
 def device_of(group: dist.ProcessGroup, model: torch.nn.Module) -> torch.device:

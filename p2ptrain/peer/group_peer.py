@@ -121,6 +121,7 @@ class GroupPeer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is not None:
             self.leave(kind.__name__)
+            self._ranks.close()  # the others notice at once
             return
         self.leave(landing=True)
         self._ranks.settle()
@@ -149,15 +150,23 @@ class GroupPeer:
             self._parts.check_in_place()
         except ConfigError as error:
             refused = str(error)
-        # A rank that raised before this would let the others wait for it.
-        total_loss, losses, total, refusals = self._ranks.total(
+        # A rank that raised before this would let the others wait for it. They wait once, for the report.
+        totals = self._ranks.total_on_0(
             own_loss or 0.0, float(own_loss is not None), float(number), float(bool(refused))
         )
-        if refusals:
-            raise ConfigError(refused or "another rank of this process group has refused its step(): see its error")
-        number = plain_samples(int(total))
-        loss = total_loss / losses if losses else None
-        report = self._follow(self._on_rank_0(lambda: self._peer.step(loss, number), StepReport()))
+
+        def exchange() -> StepReport:
+            total_loss, losses, total, refusals = totals
+            if refusals:
+                raise ConfigError("another rank of this process group has refused its step(): see its error")
+            return self._peer.step(total_loss / losses if losses else None, plain_samples(int(total)))
+
+        try:
+            report = self._follow(self._on_rank_0(exchange, StepReport()))
+        except ConfigError:
+            if not refused:
+                raise
+            raise ConfigError(refused) from None
         return dataclasses.replace(report, exchange_s=time.monotonic() - start)
 
     def wait_finished(self, timeout_s: float) -> bool:
@@ -295,8 +304,7 @@ class GroupPeer:
             setattr(self, name, message["position"][name])
         self.failure = None if message["failure"] is None else PeerLostError(message["failure"])
         if self._sharded is None and message["everything"]:
-            for tensor in self._parts.tensors:
-                self._ranks.copy(tensor)
+            self._ranks.copy_together(self._parts.tensors)
         elif self._sharded is None and message["blocks"]:
             self._copy_blocks(blocks if self.peer is not None else blocks.new_empty(message["blocks"]))
         landed = message["report"].pop("round")
@@ -306,12 +314,13 @@ class GroupPeer:
 
     def _copy_blocks(self, blocks: torch.Tensor) -> None:
         """Copy blocks of weights from rank 0. `blocks`: (n,) int64 block numbers; rank 0's are used."""
-        self._ranks.copy(blocks)
-        plan = self._parts.space.plan(blocks.numpy())
-        values = self._parts.view.gather(plan)
-        self._ranks.copy(values)
         if self.peer is None:
-            self._parts.view.scatter(plan, values)
+            values = torch.empty(len(blocks), BLOCK, dtype=torch.float32, device="cpu")
+        else:
+            values = self._parts.view.gather(self._parts.space.plan(blocks.numpy()))
+        self._ranks.copy_together([blocks, values])
+        if self.peer is None:
+            self._parts.view.scatter(self._parts.space.plan(blocks.numpy()), values)
 
 
 def _message_of(error: Exception) -> dict[str, Any]:

@@ -256,7 +256,7 @@ class Peer:
 
     @property
     def anchor_hash(self) -> str:
-        """Hash of the anchor; equal on all peers at the same round. It follows a landing by the time that hashing takes."""
+        """Hash of the anchor; equal on all peers at the same round. Known a moment after the round has landed."""
         return self._runner.last_ready.engine.head.anchor_hash
 
     @property

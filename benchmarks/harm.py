@@ -153,7 +153,7 @@ class LyingContribution(OwnContribution):
     """Encodes a liar's outer gradient, and leaves its own weights as if it had sent the honest one."""
 
     def __init__(self, honest: OwnContribution, liars: Liars, peer_id: str) -> None:
-        super().__init__(honest.snapshot, error=honest.error, next_error=honest.next_error)
+        super().__init__(honest.snapshot, honest.num_chunks, error=honest.error, next_error=honest.next_error)
         self._liars = liars
         self._peer_id = peer_id
 
@@ -164,6 +164,10 @@ class LyingContribution(OwnContribution):
             lie = self._liars.gradient(self._peer_id, honest, anchor[start:stop], start)
             weights[start:stop] = honest
             self.chunks[start] = codec.encode(lie)
+
+    def land(self, codec: Codec, start: int, change: np.ndarray, averaged: np.ndarray) -> None:
+        self.chunks[start] = codec.encode(self.snapshot.weights.numpy()[start : start + len(change)])
+        super().land(codec, start, change, averaged)
 
 
 @contextlib.contextmanager
@@ -178,10 +182,10 @@ def lying(liars: Liars) -> Iterator[None]:
         if peer_id in liars.liars and taker.own is not None:
             taker.own = LyingContribution(taker.own, liars, peer_id)
 
-    async def lying_send(gossip: Gossip, push: Push) -> None:
+    async def lying_send(gossip: Gossip, push: Push) -> float:
         peer_id = gossip._context.peer_id
         liars.note_push(peer_id, push)
-        await send(gossip, liars.push(peer_id, push) if peer_id in liars.liars else push)
+        return await send(gossip, liars.push(peer_id, push) if peer_id in liars.liars else push)
 
     # By name, as types do not let methods be replaced.
     setattr(SnapshotTaker, "arrive", lying_arrive)  # noqa: B010

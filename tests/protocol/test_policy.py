@@ -42,9 +42,11 @@ def arrived_of(attempt: Attempt, part: int, complete: tuple[str, ...], root: byt
     return Arrived("0-g", 1, attempt, part, complete, (), (1.0,) * len(complete), (root,) * len(complete))
 
 
-def scales(norms: dict[str, float], leader: str | None = "a", guard: str = "exclude", **tokens: int) -> list[float]:
+def scales(
+    norms: dict[str, float], leader: str | None = "a", guard: str = "exclude", mean: str = "weighted", **tokens: int
+) -> list[float]:
     joins = {name: join_of(name, tokens=tokens.get(name, 100)) for name in norms}
-    verdicts = policy.guarded(RunConfig(round_guard=guard), joins, norms, leader)
+    verdicts = policy.guarded(RunConfig(round_guard=guard, round_mean=mean), joins, norms, leader)
     assert list(verdicts) == list(norms)
     return [verdict.scale for verdict in verdicts.values()]
 
@@ -60,9 +62,13 @@ def test_who_is_above_three_times_the_median_norm_is_left_out_or_scaled_down() -
 
 def test_of_two_members_the_leader_judges_by_its_own_unless_it_is_new() -> None:
     assert scales({"a": 1.0, "b": 3.0}) == [1, 1]
-    assert scales({"a": 1.0, "b": 3.1}) == [1, 0]
     assert scales({"a": 1.0, "b": 3.1}, leader="b") == [1, 1]
-    assert scales({"a": 1.0, "b": 10.0}, guard="clip") == [1, pytest.approx(0.3)]
+    for guard in ("exclude", "clip"):
+        assert scales({"a": 1.0, "b": 10.0}, guard=guard) == [1, pytest.approx(0.3)]
+    # Three means of two are the weighted one; the disjoint mean does not scale.
+    assert scales({"a": 1.0, "b": 10.0}, mean="clipped") == [1, pytest.approx(0.3)]
+    assert scales({"a": 1.0, "b": 10.0}, mean="disjoint") == [1, 0]
+    assert scales({"a": 1.0, "b": 10.0}, guard="off") == [1, 1]
     assert scales({"a": 1.0, "b": 100.0}, leader=None) == [1, 1]
     assert scales({"a": 1e9}) == [1]
 

@@ -126,6 +126,10 @@ def guarded(
     A member's limit is `MOST_NORMS` times the median norm; with two members, of the leader's, and none if the leader is
     new. Members without any change, such as peers that have just joined, are left out of the median.
 
+    Two members have no majority, and the other is scaled down, not left out: if the anchor is near the optimum of the
+    leader's data, its norm is small, and a peer with unlike data would be left out of every round (measured).
+    The disjoint mean does not scale, and leaves it out.
+
     Norms of honest members differ. They grow with the steps of an interval, about with their square root and at most in
     proportion, and intervals give fast members more steps. So a member with more tokens than the median has a limit
     higher by their square root, up to `MOST_TOKENS_ALLOWED` times the tokens: they are a claim. A newcomer's optimizer
@@ -158,10 +162,12 @@ def guarded(
         for member in norms
     }
 
+    clips = run.round_guard == "clip" or (len(norms) == 2 and run.round_mean != "disjoint")
+
     def scale(member: PeerId) -> float:
         if norms[member] <= limits[member]:
             return 1.0
-        return limits[member] / norms[member] if run.round_guard == "clip" else 0.0
+        return limits[member] / norms[member] if clips else 0.0
 
     return {member: Guarded(norm, limits[member], scale(member)) for member, norm in norms.items()}
 

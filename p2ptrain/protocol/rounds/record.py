@@ -113,7 +113,8 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
         raise WireError("a record whose contributors, or peers with an interval, are not distinct")
     check_size(record)
     positive = [weight for weight in weights.values() if weight > 0]
-    # As `policy.weights_of` limits them. With "clip" the guard may scale the others down.
+    # As `policy.weights_of` limits them. With "clip" the guard may scale the others down, and
+    # with any guard one of two: no weight of two is more than twice their median.
     if positive and run.round_guard != "clip" and max(positive) > MOST_WEIGHT * statistics.median(positive):
         raise WireError(f"a record with a weight above {MOST_WEIGHT:.0f} times the median")
     if not any(weights.values()) or not all(0 <= weight <= MOST_COUNT for weight in weights.values()):

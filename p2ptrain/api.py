@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.prometheus import PrometheusSink
-from p2ptrain.network.lan import hosts_of, look, matching, runs_of
+from p2ptrain.network.lan import hosts_of, is_closed, look, matching, runs_of
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
@@ -79,7 +79,8 @@ class DiLoCo:
         prune_fraction: share of the values that "int8" leaves out, by sign.
         weights: how outer gradients are weighted: by "tokens", "equal", or by size of the "shard".
         mean: "weighted", "disjoint"; or "clipped", "trimmed" or "geometric", which tolerate a minority of liars.
-        guard: what rounds do with far too large outer gradients: "exclude", "clip" or "off".
+        guard: what rounds do with far too large outer gradients: "exclude", "clip" or "off". In a new
+            run with `run_key` or `allow` the default is "clip".
         audit_rate: fraction of rounds in which one reducer's work is checked.
         inner_moments: "local"; or "averaged", with codec "none": rounds also average the moments of the optimizer.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam".
@@ -257,7 +258,7 @@ def join(
             found = session.find_run(run_id, explicit=explicit) if peers else None
             if initial_peers and found is None and resume is None:
                 logger.warning("no peers found for run %r; starting it (run_id= chooses another run)", run_id)
-            run = resolve_run(explicit, found)
+            run = resolve_run(explicit, found, is_closed=is_closed(network))
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(
                     "inner_moments = 'averaged': is not supported with a process group; leave process_group out, or "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.presets import MODELS, PAIR_DEFAULTS, muon_defaults
+from p2ptrain.settings.presets import MODELS, PAIR_DEFAULTS, closed_defaults, muon_defaults
 from p2ptrain.settings.setting import (
     FROM_MODEL,
     POSITIVE,
@@ -177,9 +177,13 @@ class RunConfig:
         "section 6.1, with larger models. Clipped (CenteredClip), trimmed and geometric (RFA) bound what a minority "
         "of lying members can do, and cost a little without any.")
     round_guard: str = setting("exclude", choice("exclude", "clip", "off"),
+        default_text="exclude, in closed runs clip",
         help="Leave out, scale down or accept far too large outer gradients.",
-        why="Above 3 x the median norm a member is left out. Honest norms differ less: they grow with the steps of an "
-        "interval, and tokens count for up to twice their median. Clip keeps the direction of such a member.")
+        why="Above 3 x the median norm a member is left out; of two members, none is, and the other is scaled down. "
+        "Honest norms differ less where most members have like data: they grow with the steps of an interval, and "
+        "tokens count for up to twice their median. Clip scales such a member down, and keeps one whose data is unlike "
+        "that of most. Two of eight that lie can then stop training (measured), so it is the default only with "
+        "--run-key or --allow, where members are trusted, and with the weighted mean.")
     audit_rate: float = setting(0.1, number("between 0 and 1 (0.1 is one round in ten)", lambda x: 0 <= x <= 1),
         help="Fraction of rounds in which one reducer's work is checked.",
         why="A reducer that lies in every round is found after ten on average; each audit moves one part once more. "
@@ -355,8 +359,9 @@ def agrees(explicit: Mapping[str, Any], run: RunConfig) -> bool:
 
 
 def resolve_run(
-    explicit: Mapping[str, Any], adopted: RunConfig | None, origins: Mapping[str, str] | None = None
-) -> RunConfig:
+    explicit: Mapping[str, Any], adopted: RunConfig | None, origins: Mapping[str, str] | None = None, *,
+    is_closed: bool = False,
+) -> RunConfig:  # fmt: skip
     """The run's settings: those of the live run, or defaults plus what the user gave.
 
     Args:
@@ -364,6 +369,7 @@ def resolve_run(
             together with the defaults.
         adopted: the settings of the live run, or None when there is none yet.
         origins: what errors call the settings, such as "--lr"; by default their field names.
+        is_closed: whether this peer has a run key or an allow list, which changes defaults of a new run.
 
     Raises:
         RunMismatchError: an explicit setting differs from the run's.
@@ -371,7 +377,8 @@ def resolve_run(
     """
     if adopted is None:
         defaults = PAIR_DEFAULTS if explicit.get("averaging") == "pairwise" else {}
-        return RunConfig.from_dict({**defaults, **muon_defaults(explicit), **explicit})
+        closed = closed_defaults(explicit) if is_closed else {}
+        return RunConfig.from_dict({**defaults, **muon_defaults(explicit), **closed, **explicit})
     for name, ours in RunConfig.checked(explicit).items():
         theirs = getattr(adopted, name)
         if ours != theirs:

@@ -19,6 +19,8 @@ PAIR_DEFAULTS: Mapping[str, str | float] = {"outer_optimizer": "sgdm", "outer_lr
 # Defaults of a run that gives inner_optimizer = "muon". Half of int8's bytes at no loss: 2.016 nats, and 2.015 with
 # float32 (simulated, 156 thousand parameters, two seeds).
 MUON_DEFAULTS: Mapping[str, str] = {"round_codec": "int4"}
+# Defaults of a run that is founded with a run key or an allow list: its members were chosen, so none is left out.
+CLOSED_DEFAULTS: Mapping[str, str] = {"round_guard": "clip"}
 PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
     # DiLoCo, table 5, with the model and length of its main experiment (section 3). The model has the table's
     # sequences of 1,024 tokens.
@@ -72,3 +74,8 @@ def muon_defaults(values: Mapping[str, object]) -> Mapping[str, str]:
     """
     fits = values.get("averaging") != "pairwise" and not values.get("prune_fraction")
     return MUON_DEFAULTS if values.get("inner_optimizer") == "muon" and fits else {}
+
+
+def closed_defaults(values: Mapping[str, object]) -> Mapping[str, str]:
+    """`CLOSED_DEFAULTS` if the mean can clip: only the weighted one does. `values`: as in `muon_defaults`."""
+    return CLOSED_DEFAULTS if values.get("round_mean", "weighted") == "weighted" else {}

@@ -21,7 +21,7 @@ from p2ptrain.settings.files import read_text
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
 from p2ptrain.settings.model_defaults import OF_RUN, model_defaults
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
-from p2ptrain.settings.presets import PAIR_DEFAULTS, PRESETS, muon_defaults
+from p2ptrain.settings.presets import PAIR_DEFAULTS, PRESETS, closed_defaults, muon_defaults
 from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 from p2ptrain.settings.ticket import Ticket, ticket_text
@@ -33,6 +33,8 @@ MODEL = "model"
 # Sources of defaults that depend on another setting.
 WITH_PAIRS = "averaging pairwise"
 WITH_MUON = "inner_optimizer muon"
+WITH_KEY = "run_key"
+WITH_ALLOW = "allow"
 BUILTIN_DATA = "stdlib"
 
 RUN_SETTINGS = tuple(settings_of(RunConfig))
@@ -56,8 +58,8 @@ class Settings:
     Attributes:
         values: every setting of the table, by name.
         sources: source of each value: "default", "preset NAME", "model NAME", "averaging pairwise", "inner_optimizer
-            muon", a flag, a variable, or "FILE: key". Machine settings that follow from the model of the run, which
-            may be another, are None here, with source "default".
+            muon", "run_key", "allow", a flag, a variable, or "FILE: key". Machine settings that follow from the model
+            of the run, which may be another, are None here, with source "default".
         ticket: the ticket that the user gave, if any; its run id and addresses are among the values.
         from_files: settings of the run that follow from files that the user gave, by field name of `RunConfig`.
     """
@@ -69,7 +71,7 @@ class Settings:
 
     def explicit(self, name: str) -> bool:
         """Whether the user gave this setting."""
-        implied = (DEFAULT, WITH_PAIRS, WITH_MUON, self.with_model)
+        implied = (DEFAULT, WITH_PAIRS, WITH_MUON, WITH_KEY, WITH_ALLOW, self.with_model)
         return self.sources[name] not in implied and not self.from_preset(name)
 
     @property
@@ -198,7 +200,12 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
     if values["run_key"] is not None:
         check_key_file(str(values["run_key"]))
         warn_if_shared(Path(str(values["run_key"])).expanduser())
-    return Settings(values, sources, _use_ticket(values, sources))
+    ticket = _use_ticket(values, sources)
+    if values["run_key"] is not None or (ticket is not None and ticket.key is not None):
+        _imply(values, sources, WITH_KEY, closed_defaults(values))
+    elif values["allow"] is not None:
+        _imply(values, sources, WITH_ALLOW, closed_defaults(values))
+    return Settings(values, sources, ticket)
 
 
 def _imply(

@@ -12,12 +12,15 @@ import pytest
 from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.join import join
 from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.settings.access import EXAMPLE
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.model_defaults import MODEL_DEFAULTS
 from p2ptrain.settings.peer_config import ENDPOINT, NetworkConfig, PageConfig, PeerConfig
-from p2ptrain.settings.presets import MUON_DEFAULTS, PAIR_DEFAULTS, PRESETS
+from p2ptrain.settings.presets import CLOSED_DEFAULTS, MUON_DEFAULTS, PAIR_DEFAULTS, PRESETS
+from p2ptrain.settings.run_key import SECRET_BYTES, make_key_file, read_key
 from p2ptrain.settings.setting import Setting, settings_of
 from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, merge
+from p2ptrain.settings.ticket import Ticket, ticket_text
 from p2ptrain.training.inner_optimizer import MUON_TIMES
 from p2ptrain.training.models import PRESETS as MODELS
 
@@ -368,8 +371,37 @@ def test_rounds_are_int4_with_muon_inside_unless_something_else_is_given() -> No
         assert merged.values["round_codec"] == merged.resolve_run(None).round_codec == codec
 
 
+def test_closed_runs_scale_down_unless_the_founder_says_otherwise(tmp_path: Path) -> None:
+    key_file = tmp_path / "run.key"
+    make_key_file(key_file, b"k" * SECRET_BYTES)
+    key = read_key(key_file)
+    ticket = ticket_text(Ticket("r", (f"/ip4/10.0.0.1/tcp/1/p2p/{EXAMPLE}",), "", key))
+    for flags, source in (
+        ({"run_key": str(key_file)}, "run_key"), ({"allow": "members.txt"}, "allow"),
+        ({"initial_peers": (ticket,)}, "run_key"),
+    ):  # fmt: skip
+        merged = merge(flags, {})
+        assert (merged.values["round_guard"], merged.sources["round_guard"]) == ("clip", source)
+        assert merged.resolve_run(None).round_guard == "clip"
+        assert merged.resolve_run(None).stated()["round_guard"] == "clip"
+        # It is not given: a run with another guard is joined, and so is one of a founder with other flags.
+        assert "round_guard" not in merged.explicit_run()
+        for guard in ("exclude", "off"):
+            live = RunConfig(run_id=merged.resolve_run(None).run_id, model="gpt-demo", data="stdlib", round_guard=guard)
+            assert merged.resolve_run(live) == live
+        for given, guard in (({"round_guard": "off"}, "off"), ({"round_mean": "trimmed"}, "exclude")):
+            assert merge({**flags, **given}, {}).resolve_run(None).round_guard == guard
+    with pytest.raises(RunMismatchError, match=r"--round-guard: you gave 'exclude', .* trains with 'clip'"):
+        merge({"round_guard": "exclude"}, {}).resolve_run(RunConfig(round_guard="clip"))
+    assert merge({}, {}).resolve_run(None).round_guard == "exclude"
+    for is_closed, guard in ((True, "clip"), (False, "exclude")):
+        assert resolve_run({}, None, is_closed=is_closed).round_guard == guard
+        assert resolve_run({"round_guard": "off"}, None, is_closed=is_closed).round_guard == "off"
+
+
 def test_the_help_says_the_defaults_that_follow_from_other_settings() -> None:
-    for when, defaults in (("with muon", MUON_DEFAULTS), ("in pairs", PAIR_DEFAULTS)):
+    dependent = (("with muon", MUON_DEFAULTS), ("in pairs", PAIR_DEFAULTS), ("in closed runs", CLOSED_DEFAULTS))
+    for when, defaults in dependent:
         for name, value in defaults.items():
             setting = SETTINGS[name]
             text = f"{setting.default}, {when} {value}" if value != setting.default else str(value)

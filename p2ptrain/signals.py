@@ -80,23 +80,38 @@ def interrupts_call(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """Within the block, Ctrl-C waits: its handler is called at the end.
+    """Within the block, a first signal waits: its handler is called at the end. One that comes later acts at once.
 
-    For work of milliseconds that must not be done by half, such as changing weights: after an interrupt, a notebook
-    goes on with the same objects. Does nothing in threads other than the main one, where Python handles no signals.
+    For work that must not be done by half, such as changing weights: after an interrupt, a notebook goes on with the
+    same objects. It takes milliseconds, longer only where it waits for other processes. Does nothing in threads other
+    than the main one, where Python handles no signals.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append(frame))
+    handlers = {int(number): handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
+    held: list[tuple[float, int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((monotonic(), number, frame))
+        if held[-1][0] - held[0][0] >= TOGETHER_S:
+            restore_and_handle()
+
+    def restore_and_handle() -> None:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is hold:
+                signal.signal(number, handler)
+        if held:
+            _, first, frame = held[0]
+            held.clear()
+            handlers[first](first, frame)
+
+    for number in handlers:
+        signal.signal(number, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(signal.SIGINT, held[0])
+        restore_and_handle()
 
 
 def interruptible(work: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -201,17 +202,67 @@ def test_an_interrupt_that_is_held_is_raised_at_the_end_of_the_block() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_interrupt_that_is_ignored_stays_so_and_other_threads_hold_nothing() -> None:
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_sigterm_is_held_too_where_it_would_raise() -> None:
+    interrupt_on_signals()
+    done = False
+    with pytest.raises(KeyboardInterrupt):
+        with interrupt_held():
+            signal.raise_signal(signal.SIGTERM)
+            done = True
+    assert done
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_a_later_signal_acts_at_once_also_while_one_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, done = 0.0, False
+    monkeypatch.setattr(signals, "monotonic", lambda: now_s)
+    with pytest.raises(KeyboardInterrupt):
+        with interrupt_held():
+            signal.raise_signal(signal.SIGINT)
+            now_s = signals.TOGETHER_S
+            signal.raise_signal(signal.SIGINT)
+            done = True
+    assert not done
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_after_a_signal_that_was_held_a_later_one_still_ends_the_process() -> None:
+    with stop_on_signals() as stopped:
+        with interrupt_held():
+            signal.raise_signal(signal.SIGTERM)
+            assert not stopped()
+        assert stopped()
+        at_a_later_one = signal.getsignal(signal.SIGINT)
+        with interrupt_held():
+            pass
+        assert signal.getsignal(signal.SIGINT) is at_a_later_one
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupt_held():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    seen: list[object] = []
+
+
+def test_other_threads_hold_nothing() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), list[object]()
+    assert callable(before)
 
     def other() -> None:
-        with interrupt_held():
-            seen.append("held nothing")
+        with interrupt_held():  # would raise ValueError if it touched a handler
+            seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert seen == ["held nothing"]
+    assert seen == [before]

@@ -10,7 +10,7 @@ import errno
 from typing import Any
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.network.listening import stop_listening
+from p2ptrain.network.closing import close_everywhere
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.peer_config import ENDPOINT, LOOPBACK, parse_endpoint
 from p2ptrain.version import __version__
@@ -167,7 +167,7 @@ class PrometheusSink:
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join(CLOSE_TIMEOUT_S)
-        stop_listening(self._server.socket)
+        close_everywhere(self._server.socket)
         self._server.server_close()
 
     def _count_bytes(self, traffic: str, fields: dict[str, Any]) -> None:

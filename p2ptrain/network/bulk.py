@@ -30,7 +30,7 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.listening import stop_listening
+from p2ptrain.network.closing import close_everywhere
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.protocol.membership.reachability import best_first, is_relayed
 from p2ptrain.protocol.token_bucket import TokenBucket
@@ -124,7 +124,7 @@ class TlsBulk:
         finally:
             self.offer = b""
             for listener in listeners:
-                stop_listening(listener)
+                close_everywhere(listener)
             for stream in list(self._streams):
                 stream.fail("the network was closed")
 

@@ -100,10 +100,10 @@ class GroupPeer:
         self.rank, self.size = group.rank(), group.size()
         self.peer: Peer | None = None
         self._ranks = ProcessGroup(group, device)
-        self._parts = ModelParts(model, self._ranks)
-        view = self._parts.view
-        self._sharded = view if isinstance(view, ShardedView) else None
         try:
+            self._parts = ModelParts(model, self._ranks)
+            view = self._parts.view
+            self._sharded = view if isinstance(view, ShardedView) else None
             settled = self._told(self._on_rank_0(lambda: self._enter(enter), {}))
             self.run = RunConfig.from_dict(settled["run"])
             self.peer_id: str = settled["peer_id"]
@@ -113,6 +113,7 @@ class GroupPeer:
             self._follow(StepReport(), Changes(everything=True))
         except BaseException as error:
             self.leave(type(error).__name__)
+            self._ranks.close()
             raise
 
     def __enter__(self) -> GroupPeer:
@@ -125,6 +126,7 @@ class GroupPeer:
             return
         self.leave(landing=True)
         self._ranks.settle()
+        self._ranks.close()
 
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         """All ranks: exchange with the other peers; call it once after every optimizer step.

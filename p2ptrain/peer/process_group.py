@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from p2ptrain.errors import ConfigError, PeerLostError
-from p2ptrain.peer.rank_sockets import RankSockets, open_sockets
+from p2ptrain.peer.rank_sockets import MOST_BYTES, RankSockets, open_sockets
 
 # The group's threads release a tensor within a millisecond, on a busy machine later.
 SETTLE_TIMEOUT_S, SETTLE_POLL_S = 5.0, 0.001
 # Tensors up to this size go over the sockets, from rank 0 to one rank after the other. Guess.
 SOCKET_BYTES = 1 << 16
+# What a message over the sockets begins with: that its bytes follow, or that they come through the group.
+HERE, IN_GROUP = b"h", b"g"
 # Small tensors are copied together up to this size, which bounds the additional memory.
 TOGETHER_BYTES = 1 << 22
 
@@ -67,7 +69,7 @@ class ProcessGroup:
         return [float(number) for number in np.frombuffer(self.tell_bytes(summed.tobytes()), np.float64)]
 
     def total_on_0(self, *numbers: float) -> list[float]:
-        """Return the sum of each number over all ranks on rank 0. The others do not wait, and get an empty list."""
+        """Return the sum of each number over all ranks on rank 0. The others get an empty list."""
         if self._sockets is None:
             summed = self._reduced(numbers)
             return [] if self.rank else summed
@@ -96,6 +98,9 @@ class ProcessGroup:
             if self.rank and told:
                 _set(tensor, torch.frombuffer(bytearray(told), dtype=torch.uint8))
             return
+        self._broadcast(tensor)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         carried = tensor.to(self._device).contiguous()
         with self._lost_ranks_told():
             self._group.broadcast(self._carried(carried), 0).wait()
@@ -138,17 +143,24 @@ class ProcessGroup:
         """Return the bytes of rank 0 on all ranks."""
         if self._sockets is not None:
             with self._lost_ranks_told():
-                if self.rank:
-                    return self._sockets.receive()
-                self._sockets.send(data)
+                if self.rank == 0:
+                    fits = len(HERE) + len(data) <= MOST_BYTES
+                    self._sockets.send(HERE + data if fits else IN_GROUP)
+                else:
+                    data = self._sockets.receive()
+                    fits, data = data[: len(HERE)] == HERE, data[len(HERE) :]
+            if fits:
                 return data
+        return self._tell_in_group(data)
+
+    def _tell_in_group(self, data: bytes) -> bytes:
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        self.copy(size)
+        self._broadcast(size)
         told = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         if self._group.rank() == 0:
             told.numpy()[:] = np.frombuffer(data, np.uint8)
         if len(told):
-            self.copy(told)
+            self._broadcast(told)
         return told.numpy().tobytes()
 
     def settle(self) -> None:
@@ -193,12 +205,14 @@ class ProcessGroup:
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Cut a sequence into runs of up to TOGETHER_BYTES; a larger tensor is alone. Leaves out tensors without values."""
     batch: list[torch.Tensor] = []
+    batch_bytes = 0
     for tensor in tensors:
-        if batch and sum(each.nbytes for each in batch) + tensor.nbytes > TOGETHER_BYTES:
+        if batch and batch_bytes + tensor.nbytes > TOGETHER_BYTES:
             yield batch
-            batch = []
+            batch, batch_bytes = [], 0
         if tensor.numel():
             batch.append(tensor)
+            batch_bytes += tensor.nbytes
     if batch:
         yield batch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +76,23 @@ def test_a_rank_that_says_nothing_is_given_up_and_one_that_has_closed_is_noticed
         first.collect(b"")
 
 
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_one_that_has_closed_is_noticed_although_its_workers_have_copies_of_the_socket() -> None:
+    first, closed, _ = opened(Told(), timeout_s=60)
+    assert first is not None
+    assert closed is not None
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    worker.start()
+    try:
+        closed.close()
+        with pytest.raises((EOFError, ConnectionError)):
+            first.collect(b"")
+    finally:
+        worker.kill()
+        worker.join()
+
+
 def test_a_program_that_does_not_know_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def intrude(port: int, token: bytes, rank: int) -> socket.socket | None:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -112,6 +131,8 @@ def test_a_group_says_the_same_with_sockets_and_without(has_sockets: bool, monke
         assert ranks.total_on_0(rank, 0.5) == ([] if rank else [3.0, 1.5])
         assert ranks.tell({"of": rank, "long": "x" * 100_000}) == {"of": 0, "long": "x" * 100_000}
         assert ranks.tell_bytes(b"" if rank == 0 else b"ignored") == b""
+        large = bytes(2 * rank_sockets.MOST_BYTES)
+        assert ranks.tell_bytes(b"ignored" if rank else large) == large
         for shape in [(), (0, 3), (5, 7), (300, 400)]:
             tensor = torch.full(shape, float(rank + 1), dtype=torch.bfloat16)
             ranks.copy(tensor)

@@ -36,7 +36,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.dashboard.connections import Connections
 from p2ptrain.monitor.dashboard.curves import RANGES
 from p2ptrain.monitor.dashboard.page_state import PageState
-from p2ptrain.network.listening import stop_listening
+from p2ptrain.network.closing import close_everywhere
 from p2ptrain.settings.peer_config import PageConfig
 
 STATIC = Path(__file__).parent / "static"
@@ -74,7 +74,7 @@ def showing(state: PageState, page: PageConfig, listener: socket.socket | None =
     state.refresh()
     # uvicorn closes the listener; the copy stops it.
     with listener or listen(page) as listener, ExitStack() as stack:
-        stack.callback(stop_listening, listener.dup())
+        stack.callback(close_everywhere, listener.dup())
         address, port = listener.getsockname()[:2]
         token = None if ipaddress.ip_address(address).is_loopback else secrets.token_urlsafe(TOKEN_BYTES)
         key = None if token is None else _Key(token, f"p2ptrain_{port}")

@@ -31,7 +31,7 @@ endif
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long $(ARGS)
 
-# Two peers with each module of torch, a hundred architectures of transformers, and adapters of peft; ends with a table.
+# Two peers with each module of torch, 129 architectures of transformers, and adapters of peft; ends with a table.
 models: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long tests/models $(ARGS)
 

@@ -137,7 +137,11 @@ class ModelParts:
             return
         now = dict(plain_names(self._model, self._model.named_parameters()))
         held, ours = set(map(id, now.values())), set(map(id, self.parameters))
-        moved = [name for name, p in zip(self.space.names, self.parameters, strict=True) if id(p) not in held]
+        moved = [
+            name
+            for name, p in zip(self.space.names, self.parameters, strict=True)
+            if id(p) not in held or now.get(name, p) is not p  # also if two have changed places
+        ]
         if not in_place:
             places = zip(self.space.names, self.parameters, self._addresses, strict=False)
             moved += [name for name, p, was in places if id(p) in held and local_of(p).data_ptr() != was]
@@ -191,8 +195,14 @@ class ModelParts:
         if not self._buffers:
             return b""
         return safetensors.torch.save(
-            {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in self._buffers.items()}
+            {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in self._live_buffers.items()}
         )
+
+    @property
+    def _live_buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers as they are now: a model may have put another tensor in the place of one."""
+        now = dict(plain_names(self._model, self._model.named_buffers()))
+        return {name: now.get(name, buffer) for name, buffer in self._buffers.items()}
 
     def load_buffers(self, data: bytes) -> None:
         """Load another peer's buffers. Raises WireError, with nothing changed, if they do not fit this model."""
@@ -202,11 +212,12 @@ class ModelParts:
             received = safetensors.torch.load(data)
         except Exception as error:  # safetensors raises several types on bad input
             raise WireError(f"bad buffers: {error}") from None
-        for name, buffer in self._buffers.items():
+        buffers = self._live_buffers
+        for name, buffer in buffers.items():
             if name not in received or received[name].shape != buffer.shape or received[name].dtype != buffer.dtype:
                 raise WireError(f"buffer {name} is missing or differs in shape or type")
         with torch.inference_mode():  # for buffers that were made in it
-            for name, buffer in self._buffers.items():
+            for name, buffer in buffers.items():
                 buffer.copy_(received[name])
 
     def unflatten(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:

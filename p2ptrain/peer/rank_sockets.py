@@ -36,6 +36,7 @@ class RankSockets:
 
     def __init__(self, sockets: list[socket.socket], timeout_s: float) -> None:
         """Owns the sockets, which close with it. A send or receive fails after the timeout."""
+        self._timeout_s = timeout_s
         self._connections = [_connection(each, timeout_s) for each in sockets]
 
     def close(self) -> None:
@@ -47,7 +48,7 @@ class RankSockets:
 
     def collect(self, own: bytes) -> list[bytes]:
         """On rank 0: its own message, and what each of the others has sent, in order."""
-        return [own, *(connection.recv_bytes(MOST_BYTES) for connection in self._connections)]
+        return [own, *map(self._received, self._connections)]
 
     def send(self, data: bytes) -> None:
         """To all ranks that this one has a connection to: rank 0 to each other, and the others to rank 0."""
@@ -57,7 +58,13 @@ class RankSockets:
     def receive(self) -> bytes:
         """On the other ranks, what rank 0 has sent."""
         (first,) = self._connections
-        return first.recv_bytes(MOST_BYTES)
+        return self._received(first)
+
+    def _received(self, connection: Connection) -> bytes:
+        # The kernel's own timeout begins anew after each signal that the program handles.
+        if not connection.poll(self._timeout_s):
+            raise BlockingIOError("Timed out")
+        return connection.recv_bytes(MOST_BYTES)
 
 
 def open_sockets(
@@ -71,10 +78,12 @@ def open_sockets(
         tell: gives all ranks the bytes of rank 0.
         all_true: whether a flag is true on all ranks.
     """
+    # Ranks wait for each other meanwhile, in the group.
+    limit_s = min(OPEN_TIMEOUT_S, timeout_s / 2)
     if rank:
         told = tell(b"")
         port, token = int.from_bytes(told[:2], "big"), told[2:]
-        own = _connect(port, token, rank)
+        own = _connect(port, token, rank, limit_s)
         # Rank 0 accepts only when all have connected, and may miss one that has reached another machine's port.
         ready = all_true(own is not None) and all_true(True)
         if own is not None and not ready:
@@ -87,7 +96,7 @@ def open_sockets(
         tell(listener.getsockname()[1].to_bytes(2, "big") + token)
         if not all_true(True):
             return None
-        accepted = _accept(listener, size, token)
+        accepted = _accept(listener, size, token, limit_s)
     if not all_true(len(accepted) == size - 1):
         for each in accepted.values():
             each.close()
@@ -95,10 +104,10 @@ def open_sockets(
     return RankSockets([accepted[other] for other in range(1, size)], timeout_s)
 
 
-def _connect(port: int, token: bytes, rank: int) -> socket.socket | None:
+def _connect(port: int, token: bytes, rank: int, limit_s: float) -> socket.socket | None:
     with contextlib.ExitStack() as unless_kept:
         try:
-            connected = unless_kept.enter_context(socket.create_connection(("127.0.0.1", port), OPEN_TIMEOUT_S))
+            connected = unless_kept.enter_context(socket.create_connection(("127.0.0.1", port), limit_s))
             connected.sendall(token + _RANK.pack(rank))
         except OSError:
             return None
@@ -106,10 +115,10 @@ def _connect(port: int, token: bytes, rank: int) -> socket.socket | None:
         return connected
 
 
-def _accept(listener: socket.socket, size: int, token: bytes) -> dict[int, socket.socket]:
+def _accept(listener: socket.socket, size: int, token: bytes, limit_s: float) -> dict[int, socket.socket]:
     """The connections of the other ranks by number. Those of other programs are closed."""
     accepted: dict[int, socket.socket] = {}
-    deadline_s = time.monotonic() + OPEN_TIMEOUT_S
+    deadline_s = time.monotonic() + limit_s
     while len(accepted) < size - 1 and (left_s := deadline_s - time.monotonic()) > 0:
         listener.settimeout(left_s)
         try:

@@ -296,6 +296,15 @@ class Adapted(nn.Module):
         self.low = nn.Parameter(torch.zeros(2, 2))
 
 
+def test_a_buffer_that_the_model_has_replaced_is_the_one_that_is_sent_and_loaded() -> None:
+    donor, joiner = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    parts, theirs = ModelParts(donor), ModelParts(joiner)
+    donor.running_mean = torch.tensor([5.0, 6.0])
+    joiner.running_mean = torch.zeros(2)
+    theirs.load_buffers(parts.buffers())
+    assert joiner.running_mean.tolist() == [5.0, 6.0]
+
+
 def append(model: nn.Sequential) -> None:
     model.append(nn.Linear(2, 2))
 
@@ -316,6 +325,10 @@ def add_to_a_module_that_has_none(model: nn.Sequential) -> None:
     model[3].slope = nn.Parameter(torch.ones(1))
 
 
+def change_places(model: nn.Sequential) -> None:
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+
+
 def partly_frozen() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.ReLU())
 
@@ -328,6 +341,7 @@ def partly_frozen() -> nn.Sequential:
         (adapt_inside, "2 parameters of the model, such as 1.adapter.weight, became trainable"),
         (unfreeze, "1 parameters of the model, such as 2.bias, became trainable"),
         (add_to_a_module_that_has_none, "1 parameters of the model, such as 3.slope, became trainable"),
+        (change_places, "2 parameters of the model, such as 0.weight, were moved, replaced or removed"),
         (lambda model: model.pop(1), "such as 1.weight, were moved, replaced or removed"),
         (lambda model: parametrizations.weight_norm(model[0]), "1 parameters of the model, such as 0.weight, were"),
         (lambda model: setattr(model, "1", nn.Linear(2, 5)), "such as 1.weight, were moved"),

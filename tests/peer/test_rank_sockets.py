@@ -76,6 +76,19 @@ def test_a_rank_that_says_nothing_is_given_up_and_one_that_has_closed_is_noticed
         first.collect(b"")
 
 
+def test_a_rank_that_says_nothing_is_given_up_although_signals_come() -> None:
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    first, *_ = opened(Told(), timeout_s=0.5)
+    assert first is not None
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with pytest.raises(BlockingIOError):
+            first.collect(b"")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_one_that_has_closed_is_noticed_although_its_workers_have_copies_of_the_socket() -> None:
@@ -94,10 +107,10 @@ def test_one_that_has_closed_is_noticed_although_its_workers_have_copies_of_the_
 
 
 def test_a_program_that_does_not_know_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def intrude(port: int, token: bytes, rank: int) -> socket.socket | None:
+    def intrude(port: int, token: bytes, rank: int, limit_s: float) -> socket.socket | None:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(bytes(len(token)) + rank.to_bytes(8, "little"))
-        return connect(port, token, rank)
+        return connect(port, token, rank, limit_s)
 
     connect = rank_sockets._connect
     monkeypatch.setattr(rank_sockets, "_connect", intrude)

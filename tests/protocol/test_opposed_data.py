@@ -35,8 +35,9 @@ def scales_of_a_run(run: RunConfig, peers: int, rate: float, seed: int) -> tuple
         gradients = dict(zip(names, (-moved).astype(np.float32), strict=True))
         norms = {name: float(np.linalg.norm(gradient)) for name, gradient in gradients.items()}
         verdicts = policy.guarded(run, joins, norms, names[rng.integers(peers)])
-        weights = [verdict.scale for verdict in verdicts.values()]
-        scales += weights
+        of_round = [verdict.scale for verdict in verdicts.values()]
+        scales += of_round
+        weights = policy.scaled_down([1.0] * peers, of_round) if min(of_round) else of_round
         mean = np.average(list(gradients.values()), axis=0, weights=weights).astype(np.float32)
         outer_step("nesterov", anchor, moments, mean, lr=run.outer_lr, momentum=run.outer_momentum, round_=round_)
     return scales, float(anchor.mean())

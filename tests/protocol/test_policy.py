@@ -51,6 +51,17 @@ def scales(
     return [verdict.scale for verdict in verdicts.values()]
 
 
+def test_a_member_that_is_scaled_has_its_share_times_its_scale_however_large_it_is() -> None:
+    assert policy.scaled_down([2.0, 1.0], [1.0, 1.0]) == [2.0, 1.0]
+    for scale in (0.5, 1e-6):
+        first, second, third = policy.scaled_down([2.0, 1.0, 1.0], [1.0, 1.0, scale])
+        assert (first, second) == (2.0, 1.0)
+        assert third / (2 + 1 + third) == pytest.approx(scale / 4)
+    # A liar of two with 1000 times the norm of the other moves the mean as far as one with 3 times.
+    first, second = policy.scaled_down([1.0, 1.0], scales({"a": 1.0, "b": 1000.0}))
+    assert 1000 * second / (first + second) == pytest.approx(3 / 2)
+
+
 def test_who_is_above_three_times_the_median_norm_is_left_out_or_scaled_down() -> None:
     norms = {"a": 1.0, "b": 2.0, "c": 6.0, "d": 1e6, "e": 1.5}
     assert scales(norms) == [1, 1, 1, 0, 1]

@@ -197,9 +197,9 @@ class AveragingLeader:
                 reason = f"the norm of its outer gradient, {verdict.norm:.3g}, is above the limit, {verdict.limit:.3g}"
                 what = "scaled down" if verdict.scale else "left out"
                 logger.warning("round %d: %s is %s: %s", self._head.round + 1, member, what, reason)
-        weights = policy.weights_of(run, [joins[member] for member in kept])
+        weights = policy.scaled_down(policy.weights_of(run, [joins[member] for member in kept]), list(kept.values()))
         return tuple(
-            m.Contributor(member, joins[member].incarnation, weight * kept[member], roots[member])
+            m.Contributor(member, joins[member].incarnation, weight, roots[member])
             for member, weight in zip(kept, weights, strict=True)
         )
 

@@ -30,7 +30,7 @@ MOST_TOKENS_ALLOWED = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """The guard's decision on one member: its norm and limit, and the factor on its weight; 0 leaves it out."""
+    """The guard's decision on one member: its norm, its limit, and the factor on its share; 0 leaves it out."""
 
     norm: float
     limit: float
@@ -116,6 +116,18 @@ def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
         case "shard":
             return token_weights([join.shard_tokens for join in joins])
     return token_weights([join.tokens for join in joins])
+
+
+def scaled_down(weights: Sequence[float], scales: Sequence[float]) -> list[float]:
+    """The weights that leave each member its share of the mean times its scale, and the rest to those with scale 1.
+
+    A mean divides by the sum of its weights. So a weight that is only multiplied leaves a member more: of two, a liar
+    far above the limit would then count as much as with a norm of twice the limit.
+    """
+    scaled = math.fsum(weight * scale for weight, scale in zip(weights, scales, strict=True) if scale < 1)
+    whole = math.fsum(weight for weight, scale in zip(weights, scales, strict=True) if scale == 1)
+    factor = whole / (math.fsum(weights) - scaled)
+    return [weight if scale == 1 else weight * scale * factor for weight, scale in zip(weights, scales, strict=True)]
 
 
 def guarded(

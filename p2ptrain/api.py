@@ -237,10 +237,10 @@ def join(
                 key = read_key(Path(run_key).expanduser())
                 warn_if_shared(Path(run_key).expanduser())
             if initial_peers == "lan":
-                if run_key is not None or lan != "auto":
+                if run_key is not None or lan not in ("auto", "on"):
                     raise ConfigError(
-                        "initial_peers = 'lan': finds open runs, where lan is 'auto'; give addresses, or leave out "
-                        "run_key and lan"
+                        "initial_peers = 'lan': finds open runs, where lan is 'auto' or 'on'; give addresses, or leave "
+                        "out run_key and lan"
                     )
                 peers, pinned_to = _find_on_lan(run_id, founder, host_maddrs)
             else:

@@ -101,9 +101,12 @@ def test_a_run_on_the_local_network_is_joined_by_its_name(
 ) -> None:
     other = dataclasses.replace(NEAR, run_id="y")
     monkeypatch.setattr("p2ptrain.api.look", lambda hosts: [other, NEAR])
-    p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers="lan")
-    assert opened.opened is not None
-    assert (opened.opened.initial_peers, opened.opened.founder) == (NEAR.addresses, A)
+    for lan in ("auto", "on"):  # in a container the latter is needed to be found by others
+        p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers="lan", lan=lan)
+        assert opened.opened is not None
+        assert (opened.opened.initial_peers, opened.opened.founder) == (NEAR.addresses, A)
+    with pytest.raises(ConfigError, match="'lan': finds open runs, where lan is 'auto' or 'on'"):
+        p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers="lan", lan="off")
 
 
 def test_a_run_that_is_not_on_the_local_network_is_started(

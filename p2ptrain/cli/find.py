@@ -62,8 +62,8 @@ def find(as_json: bool) -> None:
     if closed:
         click.echo(f"closed runs: {count(closed, 'peer')} announced; ask their owners for a ticket", err=True)
     if not runs:
-        where = "" if hosts else ": this machine has no private address"
-        click.echo(f"no open run found on the local network{where}", err=True)
+        why = "runs in containers are announced only with --lan on" if hosts else "this machine has no private address"
+        click.echo(f"no open run found on the local network ({why})", err=True)
         sys.exit(NONE_FOUND)
 
 
@@ -79,9 +79,15 @@ def choose_nearby(settings: Settings, network: NetworkConfig) -> Settings:
     from p2ptrain.network import lan
 
     run_id, out = str(settings.values["run_id"]), settings.values["out"]
-    if not lan.looks(network, in_container=lan.in_container()) or has_run(None if out is None else str(out), run_id):
+    if has_run(None if out is None else str(out), run_id):
         return settings
-    if not (hosts := lan.hosts_of(network.host_maddrs)):
+    if not lan.looks(network, in_container=False) or not (hosts := lan.hosts_of(network.host_maddrs)):
+        return settings
+    if not lan.looks(network, in_container=lan.in_container()):
+        click.echo(
+            "this seems to be a container: runs on the local network are not looked for, and this one is not announced "
+            "there (--lan on does both)"
+        )
         return settings
     click.echo("looking for runs on the local network (--new skips this)")
     runs = lan.matching(

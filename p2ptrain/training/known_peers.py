@@ -70,7 +70,8 @@ def open_session(
         return NetworkSession(known)
     except UnreachableError as error:
         if saved:
-            say(f"{error}. Continuing from the checkpoint of step {saved.step}, alone until a peer is found")
+            named = str(error) if network.initial_peers else f"none of the peers saved in {KNOWN_PEERS_FILE} answers"
+            say(f"{named}. Continuing from the checkpoint of step {saved.step}, alone until a peer is found")
             return NetworkSession(known, alone=True)
         if not remembered:
             raise

@@ -115,7 +115,10 @@ def test_find_without_a_run_has_exit_status_1(network: list[Announcement], flags
     result = run("find", *flags)
     assert result.exit_code == 1
     assert result.stdout == ("[]\n" if flags else "")
-    assert "no open run found on the local network\n" in result.stderr
+    assert (
+        "no open run found on the local network (runs in containers are announced only with --lan on)\n"
+        in result.stderr
+    )
 
 
 def test_a_command_of_find_names_no_code_of_the_announcer(network: list[Announcement]) -> None:
@@ -188,6 +191,17 @@ def test_a_peer_that_is_not_on_the_local_network_does_not_look(
     network.append(NOVELS)
     settings, output = choose(monkeypatch, **flags)
     assert (joined(settings), output) == (TO_NONE, "")
+
+
+def test_in_a_container_it_says_that_it_does_not_look(
+    network: list[Announcement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lan, "in_container", lambda: True)
+    monkeypatch.setattr(lan, "look", lambda hosts: pytest.fail("looked"))
+    chosen, said = choose(monkeypatch)
+    assert said.startswith("this seems to be a container: runs on the local network are not looked for")
+    assert not chosen.network_config().initial_peers
+    assert choose(monkeypatch, host_maddrs="/ip4/127.0.0.1/tcp/0")[1] == ""
 
 
 @pytest.mark.parametrize("left", ["checkpoint-7", KNOWN_PEERS_FILE])

@@ -113,7 +113,7 @@ reproduce-full: $(STAMP)
 
 $(STAMP): setup.cfg setup.py pyproject.toml constraints.txt p2ptrain/algorithms/kernels/kernels.c
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "p2ptrain needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
-	@echo "installing into $(VENV); this takes some minutes"
+	@echo "installing into $(VENV); 2 GB, some minutes without a word"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@

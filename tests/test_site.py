@@ -66,13 +66,19 @@ def place(page: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Html | None]:
-    """The files of the site; those that are pages, read."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site."""
     folder: Path = tmp_path_factory.mktemp("built") / "site"
     build(folder)
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(built: Path) -> dict[str, Html | None]:
+    """The files of the site; those that are pages, read."""
+    files = [path for path in built.rglob("*") if path.is_file()]
     return {
-        path.relative_to(folder).as_posix(): Html(path.read_text(encoding="utf-8")) if path.suffix == ".html" else None
+        path.relative_to(built).as_posix(): Html(path.read_text(encoding="utf-8")) if path.suffix == ".html" else None
         for path in files
     }
 
@@ -94,10 +100,13 @@ def test_links_of_the_site_lead_somewhere(site: dict[str, Html | None]) -> None:
     assert len(site) > 100
 
 
-def test_the_site_loads_nothing_from_other_hosts(site: dict[str, Html | None]) -> None:
+def test_the_site_loads_nothing_from_other_hosts(site: dict[str, Html | None], built: Path) -> None:
     loads = {load for page in site.values() if page is not None for load in page.loads}
     assert {load for load in loads if re.match(r"([a-z]+:)?//", load)} == set()
     assert any(load.endswith(".css") for load in loads)
+    styles = "".join(path.read_text(encoding="utf-8") for path in built.rglob("*.css"))
+    assert "url(" in styles
+    assert re.findall(r"""(?:url\(|@import)\s*["']?(?:[a-z]+:)?//[^)]*""", styles) == []
     assert "search.json" in site
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from p2ptrain.memory_network import MemoryNetwork
@@ -20,6 +22,8 @@ from p2ptrain.protocol.wire.transport import no_refusal
 from p2ptrain.settings.config import RunConfig
 
 RUN = RunConfig(run_id="pair", sync_every=3, fragment_fraction=0.1)
+# Its last round gives both peers the same weights.
+WITH_END = dataclasses.replace(RUN, total_steps=24, sync_every=8)
 DEADLINE_S = 60.0
 
 
@@ -86,3 +90,8 @@ class Pair:
                 if report is not None and len(report.contributors) == len(self.peers):
                     hashes[report.round] = report.anchor_hash
         return [(landed[0][number], landed[1][number]) for number in sorted(common)]
+
+
+def are_equal(one: nn.Module, other: nn.Module) -> bool:
+    """Whether the parameters of two models are the same, bit for bit."""
+    return all(map(torch.equal, one.parameters(), other.parameters()))

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.peer.pair import RUN, Pair
+from tests.peer.pair import WITH_END, Pair, are_equal
 
-WITH_END = dataclasses.replace(RUN, total_steps=24, sync_every=8)
 WITHOUT_GOSSIP = dataclasses.replace(WITH_END, fragment_fraction=0.0)
 
 
@@ -37,10 +36,6 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> 
     optimizer.zero_grad()
     loss_of(model, number).backward()
     optimizer.step()
-
-
-def are_equal(one: nn.Module, other: nn.Module) -> bool:
-    return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 def values_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

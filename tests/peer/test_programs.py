@@ -6,7 +6,6 @@ The table "What you train with" of docs/use/api.md says it; each row is tested h
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import multiprocessing
 import os
 import time
@@ -20,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.peer import Peer
-from tests.peer.pair import DEADLINE_S, RUN, Pair
+from tests.peer.pair import DEADLINE_S, WITH_END, Pair, are_equal
 
 SLOW = pytest.mark.slow
-WITH_END = dataclasses.replace(RUN, total_steps=24, sync_every=8)
 
 
 def linear(seed: int) -> nn.Module:
@@ -35,10 +33,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Te
     optimizer.zero_grad()
     (model(inputs) - 1).square().mean().backward()
     optimizer.step()
-
-
-def are_equal(one: nn.Module, other: nn.Module) -> bool:
-    return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 class Rows(Dataset[tuple[torch.Tensor, int]]):

@@ -38,8 +38,8 @@ _started: list[str] = []
 
 def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
     # `uname`: of Python's own `platform`, which hypothesis asks once; `file`: the same, asked by torch where there is a
-    # GPU; `lscpu`: of joblib, without OMP_NUM_THREADS.
-    if event in STARTS and arguments[:1] not in (("uname",), ("file",), ("lscpu",)):
+    # GPU; `lscpu`: of joblib, without OMP_NUM_THREADS; `ldconfig`: of ifaddr, when it is imported.
+    if event in STARTS and arguments[:1] not in (("uname",), ("file",), ("lscpu",), ("/sbin/ldconfig",)):
         _started.append(f"{event} {arguments[:2]}")
 
 

@@ -67,7 +67,7 @@ def find(as_json: bool) -> None:
         sys.exit(NONE_FOUND)
 
 
-def choose_nearby(settings: Settings, network: NetworkConfig) -> Settings:
+def choose_nearby(settings: Settings) -> Settings:
     """Look for runs, and ask which one to join; for `p2ptrain join` without initial peers.
 
     Returns:
@@ -78,6 +78,7 @@ def choose_nearby(settings: Settings, network: NetworkConfig) -> Settings:
     """
     from p2ptrain.network import lan
 
+    network = settings.network_config()
     run_id, out = str(settings.values["run_id"]), settings.values["out"]
     if has_run(None if out is None else str(out), run_id):
         return settings

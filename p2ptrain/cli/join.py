@@ -21,6 +21,7 @@ from p2ptrain.settings.torchrun import launch_of
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from p2ptrain.training.data.source import Source
     from p2ptrain.training.progress import TrainingProgress
 
 SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)]
@@ -74,20 +75,23 @@ def join(settings: Settings, plain: bool, share_key: bool, new: bool, qr: bool) 
     network = settings.network_config()
     if new and network.initial_peers:
         raise ConfigError("--new: has no meaning with a ticket or --initial-peers; leave one of them out")
-    if not new and not network.initial_peers:
-        settings = choose_nearby(settings, network)
-        network = settings.network_config()
     Access(network).check_allowed(network.initial_peers)
     if share_key and network.key is None:
         raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")
-    from p2ptrain.training.join import join_run
+    from p2ptrain.training.join import check_settings, join_run
 
+    source = check_settings(settings, launch_of(os.environ))
+    if not new and not network.initial_peers:
+        settings = choose_nearby(settings)
+        network = settings.network_config()
+        Access(network).check_allowed(network.initial_peers)
     if not plain and (console := _live_console()) is not None:
-        _join_live(settings, console, share_key, qr)
+        _join_live(settings, source, console, share_key, qr)
     else:
         pairs = PairSteps()
         join_run(
             settings,
+            source,
             say=_say,
             on_progress=lambda progress: _say(format_progress(progress, pairs.by_status)),
             sinks=[pairs],
@@ -109,7 +113,7 @@ def _live_console() -> Console | None:
     return console if is_worth_it(console, os.environ) else None
 
 
-def _join_live(settings: Settings, console: Console, share_key: bool, qr: bool) -> None:
+def _join_live(settings: Settings, source: Source, console: Console, share_key: bool, qr: bool) -> None:
     from p2ptrain.monitor.liveview import LiveView
     from p2ptrain.monitor.terminal import open_terminal
     from p2ptrain.settings.initial_peers import join_line
@@ -119,6 +123,7 @@ def _join_live(settings: Settings, console: Console, share_key: bool, qr: bool) 
     with open_terminal(console, view.drawing) as terminal:
         join_run(
             settings,
+            source,
             say=terminal.say,
             on_progress=lambda progress: view.say_time_left(progress.left_s),
             on_status=view.say_status,

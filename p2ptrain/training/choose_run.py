@@ -15,8 +15,7 @@ from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.settings.table import Settings
 from p2ptrain.signals import interruptible
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data.corpus import TextFiles
-from p2ptrain.training.data.token_files import TokenFolder
+from p2ptrain.training.data.source import Source
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, TRAIN
 from p2ptrain.training.run_tokenizer import first_tokenizer, tokenizer_of
@@ -83,7 +82,7 @@ def choose_run(
     session: NetworkSession,
     settings: Settings,
     config: PeerConfig,
-    source: TextFiles | TokenFolder,
+    source: Source,
     given: Tokenizer | None,
     saved: checkpoint.Checkpoint | None,
     *,

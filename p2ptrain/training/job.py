@@ -19,8 +19,7 @@ from p2ptrain.settings.torchrun import Launch
 from p2ptrain.signals import interruptible
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Corpus, Partition
-from p2ptrain.training.data.corpus import TextFiles
-from p2ptrain.training.data.source import open_source
+from p2ptrain.training.data.source import Source, open_source
 from p2ptrain.training.data.token_files import TokenFolder
 from p2ptrain.training.data.tokenizer import Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import read_tokenizer
@@ -52,7 +51,7 @@ class Job:
     run: RunConfig
     config: PeerConfig
     peer_id: str
-    source: TextFiles | TokenFolder
+    source: Source
     tokenizer: Tokenizer
     out: Path
     saved: checkpoint.Checkpoint | None

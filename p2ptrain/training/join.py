@@ -31,7 +31,7 @@ from p2ptrain.signals import interruptible
 from p2ptrain.training import checkpoint
 from p2ptrain.training.announcement import announce
 from p2ptrain.training.choose_run import check_pins, choose_run, read_saved
-from p2ptrain.training.data.source import open_source
+from p2ptrain.training.data.source import Source, open_source
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.device import device_of
 from p2ptrain.training.fsdp import check_fsdp
@@ -54,8 +54,30 @@ IDENTITY_FILE = "identity.key"
 METRICS_FILE = "metrics.jsonl"
 
 
+def check_settings(settings: Settings, launch: Launch = ONE_PROCESS) -> Source:
+    """Look for mistakes that can be found on this machine before anything is asked or waited for.
+
+    Returns:
+        The data, opened.
+
+    Raises:
+        ConfigError: a setting cannot work on this machine.
+    """
+    config = settings.peer_config()
+    device_of(config.device, launch)
+    check_fsdp(config, launch.size)
+    if config.batch_tokens:
+        check_tokens("--batch-tokens", config.batch_tokens, free_memory_bytes())
+    if settings.explicit("model"):
+        check_name(str(settings.values["model"]))
+    if config.init_from:
+        check_weights(Path(config.init_from))
+    return open_source(config.data)
+
+
 def join_run(
     settings: Settings,
+    source: Source,
     *,
     say: Callable[[str], None],
     on_progress: Callable[[TrainingProgress], None],
@@ -69,7 +91,8 @@ def join_run(
     """Take part in a run; blocks until it ends or the user stops it. Only for the main thread (signal handlers).
 
     Args:
-        settings: merged from flags, environment and TOML.
+        settings: merged from flags, environment and TOML, and checked.
+        source: the data, as `check_settings` opened it.
         say: prints one line for the user.
         on_progress: called every few seconds.
         on_status: called with what the peer is doing while it joins; None: `say`.
@@ -87,14 +110,6 @@ def join_run(
     if config.threads:
         torch.set_num_threads(config.threads)
     device = device_of(config.device, launch)
-    check_fsdp(config, launch.size)
-    if config.batch_tokens:
-        check_tokens("--batch-tokens", config.batch_tokens, free_memory_bytes())
-    if settings.explicit("model"):
-        check_name(str(settings.values["model"]))
-    if config.init_from:
-        check_weights(Path(config.init_from))
-    source = open_source(config.data)
     tokenizer = interruptible(partial(given_tokenizer, config.tokenizer, source))
     if tokenizer is not None:
         settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)

@@ -10,6 +10,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.files import write_whole
 from p2ptrain.training.data.corpus import TextFiles
+from p2ptrain.training.data.source import Source
 from p2ptrain.training.data.token_files import TokenFolder
 from p2ptrain.training.data.tokenizer import Characters, Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import (
@@ -25,7 +26,7 @@ from p2ptrain.training.data.tokenizer_file import (
 logger = logging.getLogger(__name__)
 
 
-def given_tokenizer(name: str | None, source: TextFiles | TokenFolder) -> Tokenizer | None:
+def given_tokenizer(name: str | None, source: Source) -> Tokenizer | None:
     """The tokenizer that the user named, or that made the user's tokens. None: the run's, or one that is to be made.
 
     Raises ConfigError if it cannot be used, or the tokens were made by another one.
@@ -42,7 +43,7 @@ def given_tokenizer(name: str | None, source: TextFiles | TokenFolder) -> Tokeni
     return tokenizer
 
 
-def first_tokenizer(name: str | None, source: TextFiles | TokenFolder, say: Callable[[str], None]) -> Tokenizer:
+def first_tokenizer(name: str | None, source: Source, say: Callable[[str], None]) -> Tokenizer:
     """The tokenizer of a run that starts here, if `given_tokenizer` found none. Blocks while it is made."""
     if isinstance(source, TokenFolder):
         return source.placeholder()
@@ -56,7 +57,7 @@ def first_tokenizer(name: str | None, source: TextFiles | TokenFolder, say: Call
 
 
 def tokenizer_of(
-    run: RunConfig, given: Tokenizer | None, source: TextFiles | TokenFolder, out: Path, ask: Callable[[], bytes | None]
+    run: RunConfig, given: Tokenizer | None, source: Source, out: Path, ask: Callable[[], bytes | None]
 ) -> Tokenizer:
     """The run's tokenizer, saved in `out` if it has a file.
 

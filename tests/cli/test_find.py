@@ -68,8 +68,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, typed: str | None = None, **flags: s
         with monkeypatch.context() as patch:
             if typed is not None:
                 patch.setattr(find_module, "sys", type("sys", (), {"stdin": Terminal(), "stdout": Terminal()}))
-            settings = merge(flags, {})
-            shown.append(find_module.choose_nearby(settings, settings.network_config()))
+            shown.append(find_module.choose_nearby(merge(flags, {})))
 
     result = CliRunner().invoke(command, input=typed or "", standalone_mode=False)
     if result.exception is not None:
@@ -221,7 +220,7 @@ def test_a_saved_run_goes_on_without_a_question(
 
 def test_new_starts_a_run_without_looking(network: list[Announcement], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2ptrain.cli.join.choose_nearby", lambda *given: pytest.fail("looked"))
-    monkeypatch.setattr("p2ptrain.training.join.join_run", lambda settings, **given: print(joined(settings)))
+    monkeypatch.setattr("p2ptrain.training.join.join_run", lambda settings, source, **given: print(joined(settings)))
     assert run("join", "--new", "--plain").stdout == f"{TO_NONE}\n"
     result = run("join", "--new", *("--initial-peers", NOVELS.addresses[0]))
     assert isinstance(result.exception, ConfigError)

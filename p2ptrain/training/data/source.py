@@ -8,8 +8,10 @@ from p2ptrain.training.data.tokenizer import Tokenizer
 
 BUILTIN_DATA = "stdlib"
 
+Source = TextFiles | TokenFolder
 
-def open_source(source: str) -> TextFiles | TokenFolder:
+
+def open_source(source: str) -> Source:
     """Open "stdlib", a text file, a directory of text, a .bin file or a directory of them.
 
     Texts are read; token files are only mapped. Raises ConfigError if there is nothing to train on, or a file is bad.

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT
+from p2ptrain.protocol.wire.messages import Answer, Request
 from tests.hostile.attacks import ATTACKS, Attack, Known, take_over
 from tests.hostile.harness import NAMES, STEP_S, attacked, check_sizes, forgive, undisturbed
 from tests.hostile.liar import Liar
@@ -56,6 +57,30 @@ def test_honest_peers_train_on(attack: Attack, as_member: bool) -> None:
             assert liar.sent > 10
             assert {s.peers[name].node.engine.head.lineage for name in NAMES} == {lineage}
             check_sizes(s, sizes)
+
+    run_virtual(main)
+
+
+def test_a_liar_that_answers_with_the_same_page_of_history_is_soon_asked_no_more() -> None:
+    """Once each victim asked it for a thousand pages."""
+
+    async def main() -> None:
+        async with attacked(as_member=False) as (s, liar, _):
+            take_over(liar, known(s))
+            serve, asked = liar.serve, 0
+
+            def counted(request: Request) -> tuple[Answer, bytes] | None:
+                nonlocal asked
+                asked += request.what == "history"
+                return serve(request)
+
+            liar.serve = counted
+            frames = ATTACKS["Beat of 10^15 tokens, and a state of its own"].frames(liar, known(s))
+            for _ in range(int(ATTACK_S / STEP_S)):
+                for name in NAMES:
+                    await liar.tell(name, *next(frames))
+                await trio.sleep(STEP_S)
+            assert 0 < asked <= 2 * len(NAMES)
 
     run_virtual(main)
 

@@ -10,7 +10,7 @@ import trio
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import RunMismatchError, TransientError
 from p2ptrain.protocol.rounds.history import History, name_of
-from p2ptrain.protocol.state_sync import transfer
+from p2ptrain.protocol.state_sync import provenance, transfer
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
@@ -58,7 +58,8 @@ def test_a_joiner_joins_only_the_run_that_its_user_named(pin: str) -> None:
 
 def test_a_pinned_peer_with_a_checkpoint_joins_its_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' history is read only back to an entry that we know, which is later than the anchor."""
-    monkeypatch.setattr(transfer, "PAGE_ENTRIES", 2)
+    for module in (transfer, provenance):
+        monkeypatch.setattr(module, "PAGE_ENTRIES", 2)
 
     async def main() -> None:
         async with swarm(PLAIN) as s:

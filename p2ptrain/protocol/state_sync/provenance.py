@@ -161,7 +161,8 @@ async def _ask_pages(context: RoundContext, link: Link, known: Collection[str]) 
             break
         entries[:0] = page
         before = name_of(page[0])
-        if any(name_of(entry) in known for entry in page):
+        # Only the oldest page is not full. Otherwise a liar who repeats one entry is asked hundreds of times.
+        if len(page) < PAGE_ENTRIES or any(name_of(entry) in known for entry in page):
             break
     return entries
 

@@ -29,6 +29,7 @@ from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer
@@ -126,10 +127,15 @@ class _Peer:
 
         network, transport = swarm.network, swarm.network.transport(self.peer_id)
         self.node = Node(
-            transport, _Directory(network, self.peer_id, swarm.read), self.exchange, swarm.run,
-            buffers=bytes, load_buffers=lambda data: None, incarnation=f"{self.peer_id}.0", may_found=founder,
-            restored=None, compute=Inline(), events=record, event_log=log, rng=rng, bulk=transport.bulk,
-        )  # fmt: skip
+            Run(swarm.run),
+            NetworkAccess(transport, _Directory(network, self.peer_id, swarm.read), transport.bulk),
+            LocalRules(),
+            Start(f"{self.peer_id}.0", rng, may_found=founder),
+            exchange=self.exchange,
+            buffers=ModelBuffers(bytes, lambda data: None),
+            records=Records(record, log),
+            compute=Inline(),
+        )
 
     async def live(self) -> None:
         with self.scope:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -29,13 +30,12 @@ from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
 from p2ptrain.protocol.membership.peer_status import PeerStatus
+from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
 from p2ptrain.protocol.node.node import STAY_S, Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.rounds.os_memory import release_unused
 from p2ptrain.protocol.state_sync.joining import Restored
-from p2ptrain.protocol.state_sync.provenance import Pins
-from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -72,28 +72,23 @@ class Peer:
     def __init__(
         self,
         parts: ModelParts,
-        run: RunConfig,
-        optimizer: torch.optim.Optimizer | None,
+        run: Run,
         network: Network,
-        thread: NetworkThread,
-        records: Sink,
+        rules: LocalRules,
         *,
-        incarnation: str,
-        may_found: bool,
-        peer_timeout_s: float,
-        gossip_budget: float,
+        thread: NetworkThread,
+        optimizer: torch.optim.Optimizer | None,
+        records: Sink,
         worker_threads: int,
-        chosen: frozenset[str],
-        pins: Pins,
-        closed: ClosedRun | None,
+        may_found: bool,
         resume_state: dict[str, Any] | None,
-        tokenizer: bytes,
         on_status: Callable[[str], None],
     ) -> None:
+        incarnation = secrets.token_hex(8)
         self._parts = parts
-        self.run = _with_layout(run, self._parts.layout_sha256)
+        self.run = _with_layout(run.config, self._parts.layout_sha256)
         self.peer_id = network.peer_id
-        self.data_seed = run.data_seed(self.peer_id)
+        self.data_seed = self.run.data_seed(self.peer_id)
         self._network = network
         self._thread = thread
         self._incarnation = incarnation
@@ -113,7 +108,7 @@ class Peer:
             post=thread.post, cpu_clock=time.thread_time,
         )  # fmt: skip
         self.record(
-            "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
+            "start", peer_id=self.peer_id, run_id=self.run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
             incarnation=incarnation, parameters=self._parts.space.numel, run=self.run.to_dict(),
         )  # fmt: skip
 
@@ -121,14 +116,15 @@ class Peer:
             own = incarnation_of(incarnation, number)
             trains = number > 0 and self._runner.last_ready.ready.is_set()
             return Node(
-                network.transport, network.directory, self._exchange, self.run,
-                buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
-                tokenizer=tokenizer,
-                incarnation=own, may_found=may_found, restored=restored, compute=self._workers,
-                events=self._on_event, event_log=self._event_log, rng=random.Random(own),
-                peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, chosen=chosen, closed=closed,
-                refusal=network.access.refusal, pins=pins, errors=self._errors, bulk=network.bulk,
-            )  # fmt: skip
+                dataclasses.replace(run, config=self.run),
+                NetworkAccess(network.transport, network.directory, network.bulk),
+                rules,
+                Start(own, random.Random(own), may_found, restored),
+                exchange=self._exchange,
+                buffers=ModelBuffers(parts.buffers, _keep_buffers if trains else parts.load_buffers),
+                records=Records(self._on_event, self._event_log, self._errors),
+                compute=self._workers,
+            )
 
         restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())
         parts.claim()

@@ -29,6 +29,7 @@ from p2ptrain.peer.worker import default_threads
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, MemberInfo, ask_settings, check_key, list_members
 from p2ptrain.protocol.membership.tokenizer_lookup import ask_tokenizer
+from p2ptrain.protocol.node.given import LocalRules, Run
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig, agrees
@@ -64,8 +65,6 @@ class NetworkSession:
         """
         self._chosen = frozenset(by_peer_id(config.initial_peers))
         self.pins = Pins(config.anchor.lower(), config.founder)
-        self._peer_timeout_s = config.peer_timeout_s
-        self._gossip_budget = config.gossip_budget
         self._key = config.key
         self._config = config
         self.knows_others = bool(ways_in(config)) and not alone
@@ -195,14 +194,26 @@ class NetworkSession:
         records = Sinks([*files, *sinks])
         try:
             parts = model if isinstance(model, ModelParts) else ModelParts(model)
+            config = self._config
             peer = Peer(
-                parts, run, optimizer, self.network, self._thread, records,
+                parts,
+                Run(run, tokenizer, self._closed_run(run.run_id)),
+                self.network,
+                LocalRules(
+                    chosen=self._chosen,
+                    pins=self.pins,
+                    refusal=self.network.access.refusal,
+                    peer_timeout_s=config.peer_timeout_s,
+                    gossip_budget=config.gossip_budget * usable_cores(),
+                ),
+                thread=self._thread,
+                optimizer=optimizer,
+                records=records,
                 worker_threads=worker_threads or default_threads(),
-                incarnation=secrets.token_hex(8), may_found=not self.knows_others,
-                peer_timeout_s=self._peer_timeout_s, gossip_budget=self._gossip_budget * usable_cores(),
-                chosen=self._chosen, closed=self._closed_run(run.run_id), pins=self.pins,
-                resume_state=resume_state, tokenizer=tokenizer, on_status=on_status or (lambda status: None),
-            )  # fmt: skip
+                may_found=not self.knows_others,
+                resume_state=resume_state,
+                on_status=on_status or (lambda status: None),
+            )
             try:
                 self.announce(lambda: _announcement_of(peer, parts.space.numel))
             except BaseException:

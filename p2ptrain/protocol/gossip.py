@@ -61,7 +61,7 @@ class Gossip:
         self._pace = pace
         self._admits = admits
         self._run = run = context.run
-        self._exchange = exchange = context.exchange
+        self._exchange = context.exchange
         self._rng = rng
         self._codec = codec_named(run.fragment_codec)
         self._walk = Walk.of(run.fragment_fraction)
@@ -73,9 +73,6 @@ class Gossip:
         self._pushes_send, self._pushes = trio.open_memory_channel[Push](2 * MOST_PUSHES_UNDER_WAY)
         # CPU seconds of gathering and sending since a push was last told to the pace.
         self._sending_cpu_s = 0.0
-        exchange.on_plan_taken = self._taken_send.send_nowait
-        exchange.on_push = self._pushes_send.send_nowait
-        exchange.on_outlier = self._end_link
         slot_bytes = self._codec.size_bytes(self._blocks_per_slot)
         self._most_steps = MAX_PAYLOAD_BYTES // slot_bytes // self._walk.per_step
         if not self._most_steps:
@@ -126,13 +123,21 @@ class Gossip:
                 with self._context.errors.containing("pushing a fragment", "it is skipped"):
                     self._sending_cpu_s += await self._send(waiting.popleft())
 
+    def plan_taken(self, began_s: float) -> None:
+        """The training thread has begun to gather the offered plan."""
+        self._taken_send.send_nowait(began_s)
+
+    def send(self, push: Push) -> None:
+        """Send what the training thread has gathered, soon."""
+        self._pushes_send.send_nowait(push)
+
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError if it is invalid."""
         self._check(message, payload)
         if not self._admits(link.peer_id):
             self._exchange.inbox.count_skipped("newcomer")
             return
-        if self._exchange.loses_fragment():
+        if self._exchange.losses.fragment():
             self._exchange.inbox.count_skipped("lost")
             return
         epoch = Epoch(message.lineage, message.round)
@@ -152,7 +157,7 @@ class Gossip:
         self._exchange.inbox.put(arrival)
         self._pace.note_received(cpu_s + self._exchange.merge_cpu_s)
 
-    def _end_link(self, sender: PeerId) -> None:
+    def end_link(self, sender: PeerId) -> None:
         """End the link to a peer whose fragments are refused again and again.
 
         No strike: distance proves nothing. A peer whose training went astray is far too; the rounds leave it out or

@@ -14,7 +14,8 @@ from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import StepReport
+from p2ptrain.protocol.exchange.types import Losses, StepReport
+from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.wire.transport import Inline
 from p2ptrain.simulation.experiment import Experiment
@@ -54,12 +55,16 @@ class SimulatedPeer:
         seed = run.data_seed(self.peer_id)
         self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed, spans=spans)
         averaged = parts.averaged(run, self.trainer.optimizer.adamw)
-        self._exchange = Exchange(parts.view, run, averaged=averaged, clock=trio.current_time, post=_at_once)
-        self._exchange.shard_tokens = shard_tokens
         name = f"{self.peer_id}.{incarnation}"
-        losses = random.Random(f"weather/{experiment.seed}/{name}")
-        self._exchange.loses_fragment = lambda: experiment.loss > 0 and losses.random() < experiment.loss
-        self._exchange.loses_gradient = lambda: losses.random() < experiment.drop
+        weather = random.Random(f"weather/{experiment.seed}/{name}")
+        losses = Losses(
+            fragment=lambda: experiment.loss > 0 and weather.random() < experiment.loss,
+            gradient=lambda: weather.random() < experiment.drop,
+        )
+        self._exchange = Exchange(
+            parts.view, run, averaged=averaged, clock=trio.current_time, post=_at_once, losses=losses
+        )
+        self._exchange.shard_tokens = shard_tokens
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],
             incarnation=name, parameters=parts.space.numel, run=run.to_dict(),
@@ -67,12 +72,15 @@ class SimulatedPeer:
         transport = network.transport(self.peer_id)
         # Only peer 0 may found the run.
         self.node = Node(
-            transport, network.directory(self.peer_id), self._exchange, run,
-            buffers=parts.buffers, load_buffers=parts.load_buffers,
-            incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=Inline(),
-            events=self.record, event_log=self._event_log, rng=random.Random(f"{run.run_seed}/{name}"),
-            bulk=transport.bulk,
-        )  # fmt: skip
+            Run(run),
+            NetworkAccess(transport, network.directory(self.peer_id), transport.bulk),
+            LocalRules(),
+            Start(name, random.Random(f"{run.run_seed}/{name}"), may_found=number == 0 and incarnation == 0),
+            exchange=self._exchange,
+            buffers=ModelBuffers(parts.buffers, parts.load_buffers),
+            records=Records(self.record, self._event_log),
+            compute=Inline(),
+        )
         self._scope = trio.CancelScope()
 
     # For the training loop.

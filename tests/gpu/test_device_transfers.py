@@ -18,8 +18,19 @@ from p2ptrain.algorithms.transfers import Transfer, Transfers, at_once
 from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Arrival, Epoch, Landing, Push, PushPlan, Snapshot, SnapshotWanted
+from p2ptrain.protocol.exchange.types import (
+    Arrival,
+    Epoch,
+    Landed,
+    Landing,
+    Push,
+    PushPlan,
+    Snapshot,
+    SnapshotTaken,
+    SnapshotWanted,
+)
 from p2ptrain.settings.config import RunConfig
+from tests.protocol.hearing import hear
 from tests.side_stream import LateStream, bits
 
 # Full blocks, a short tail, a scalar, nothing at all, less than a block; and one that is not contiguous.
@@ -163,8 +174,8 @@ def test_a_step_never_waits_for_the_device(side: SideStream) -> None:
     )
     exchange.epoch = Epoch("L", 0)
     pushes, snapshots, landed = list[Push](), list[Snapshot](), list[Landing]()
-    exchange.on_push, exchange.on_snapshot = pushes.append, snapshots.append
-    exchange.on_landed = lambda landing, held_s: landed.append(landing)
+    hear(exchange, {Push: pushes.append, SnapshotTaken: snapshots.append})
+    hear(exchange, {Landed: lambda landing, held_s: landed.append(landing)})
     received = exchange.pin(view.gather(PLAN) + 0.01)
     merged = 0
     for step in range(60):

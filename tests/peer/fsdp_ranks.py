@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,21 @@ from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
-from p2ptrain.peer.sinks import Sinks
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Arrival, Changes, Epoch, Landing, PushPlan, SnapshotWanted, StepReport
-from p2ptrain.protocol.state_sync.provenance import NO_PINS
-from p2ptrain.protocol.wire.transport import no_refusal
+from p2ptrain.protocol.exchange.types import (
+    Arrival,
+    Changes,
+    Epoch,
+    Landing,
+    Push,
+    PushPlan,
+    SnapshotTaken,
+    SnapshotWanted,
+    StepReport,
+)
 from p2ptrain.settings.config import RunConfig
+from tests.peer.pair import memory_peer
+from tests.protocol.hearing import hear
 
 CPU = torch.device("cpu")
 
@@ -97,8 +105,8 @@ class Driven:
         self.posts: list[Callable[[], object]] = []
         self.exchange = Exchange(parts.view, self.run, clock=lambda: float(self.exchange.steps), post=self.posts.append)
         self.exchange.epoch = Epoch("L", 0)
-        self.exchange.on_push = lambda push: self.seen.append(push.values)
-        self.exchange.on_snapshot = lambda snapshot: self.seen.append(snapshot.weights)
+        hear(self.exchange, {Push: lambda push: self.seen.append(push.values)})
+        hear(self.exchange, {SnapshotTaken: lambda snapshot: self.seen.append(snapshot.weights)})
         self.seen: list[torch.Tensor] = []
         self.script = script
 
@@ -194,18 +202,6 @@ def fragments_and_rounds(rank: int, size: int) -> None:
             assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
-def network_peer(parts: ModelParts, run: RunConfig, name: str, memory: MemoryNetwork, thread: NetworkThread) -> Peer:
-    network: Any = SimpleNamespace(
-        peer_id=name, transport=memory.transport(name), directory=memory.directory(name), maddrs=[], failure=None,
-        access=SimpleNamespace(refusal=no_refusal), on_event=None, bulk=None,
-    )  # fmt: skip
-    return Peer(
-        parts, run, None, network, thread, Sinks([]), incarnation=f"{name}.1", may_found=name == "a",
-        peer_timeout_s=30.0, gossip_budget=1e6, worker_threads=1, chosen=frozenset(), pins=NO_PINS, closed=None,
-        resume_state=None, tokenizer=b"", on_status=lambda status: None,
-    )  # fmt: skip
-
-
 def real_peers(rank: int, size: int) -> None:
     """A sharded peer founds a run; a peer of one process joins and trains with it. At its end both are equal."""
     run = RunConfig(run_id="fsdp", fragment_fraction=0.1, sync_every=10, total_steps=30, round_codec="none")
@@ -228,14 +224,14 @@ def real_peers(rank: int, size: int) -> None:
         assert peer.wait_finished(60), name
 
     def other() -> None:
-        with network_peer(ModelParts(other_model), run, "b", memory, threads[0]) as peer:
+        with memory_peer(ModelParts(other_model), run, "b", memory, threads[0], may_found=False) as peer:
             joined.set()
             loop("b", other_model, peer)
             found["b"] = peer.anchor_state_dict(), peer.anchor_hash
 
     def enter(parts: ModelParts) -> Peer:
         threads.append(NetworkThread())
-        return network_peer(parts, run, "a", memory, threads[0])
+        return memory_peer(parts, run, "a", memory, threads[0], may_found=True)
 
     with GroupPeer(model, dist.group.WORLD, enter, device=CPU) as group_peer:
         waits = threading.Thread(target=other)

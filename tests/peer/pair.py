@@ -16,8 +16,8 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
-from p2ptrain.peer.sinks import Sinks
-from p2ptrain.protocol.state_sync.provenance import NO_PINS
+from p2ptrain.peer.sinks import Sink, Sinks
+from p2ptrain.protocol.node.given import LocalRules, Run
 from p2ptrain.protocol.wire.transport import no_refusal
 from p2ptrain.settings.config import RunConfig
 
@@ -25,6 +25,36 @@ RUN = RunConfig(run_id="pair", sync_every=3, fragment_fraction=0.1)
 # Its last round gives both peers the same weights.
 WITH_END = dataclasses.replace(RUN, total_steps=24, sync_every=8)
 DEADLINE_S = 60.0
+
+
+def memory_peer(
+    parts: ModelParts,
+    run: RunConfig,
+    name: str,
+    memory: MemoryNetwork,
+    thread: NetworkThread,
+    *,
+    may_found: bool,
+    records: Sink | None = None,
+) -> Peer:
+    """A peer on the memory network."""
+    network: Any = SimpleNamespace(
+        peer_id=name, transport=memory.transport(name), directory=memory.directory(name), maddrs=[], failure=None,
+        access=SimpleNamespace(refusal=no_refusal), on_event=None, bulk=None,
+    )  # fmt: skip
+    return Peer(
+        parts,
+        Run(run),
+        network,
+        LocalRules(),
+        thread=thread,
+        optimizer=None,
+        records=records or Sinks([]),
+        worker_threads=2,
+        may_found=may_found,
+        resume_state=None,
+        on_status=lambda status: None,
+    )
 
 
 class Pair:
@@ -40,17 +70,8 @@ class Pair:
     def join(self, model: nn.Module) -> Peer:
         """Add a peer with this model; the first one founds the run."""
         name = "ab"[len(self.peers)]
-        network: Any = SimpleNamespace(
-            peer_id=name, transport=self._memory.transport(name), directory=self._memory.directory(name), maddrs=[],
-            failure=None, access=SimpleNamespace(refusal=no_refusal), on_event=None, bulk=None,
-        )  # fmt: skip
         try:
-            peer = Peer(
-                ModelParts(model), self._run, None, network, self.thread, Sinks([]),
-                incarnation=f"{name}.1", may_found=not self.peers, peer_timeout_s=30.0, gossip_budget=1e6,
-                worker_threads=1, chosen=frozenset(), pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"",
-                on_status=lambda status: None,
-            )  # fmt: skip
+            peer = memory_peer(ModelParts(model), self._run, name, self._memory, self.thread, may_found=not self.peers)
         except BaseException:
             if not self.peers:
                 self._stack.close()

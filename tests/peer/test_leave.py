@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,24 +22,15 @@ from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.protocol.exchange import slices
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import SnapshotWanted
-from p2ptrain.protocol.state_sync.provenance import NO_PINS
-from p2ptrain.protocol.wire.transport import no_refusal
 from p2ptrain.settings.config import RunConfig
+from tests.peer.pair import memory_peer
 from tests.protocol.test_exchange import landing
 from tests.side_stream import LateStream
 
 
 def peer_of(thread: NetworkThread, records: Sink, *, may_found: bool = True) -> Peer:
-    memory = MemoryNetwork()
-    network: Any = SimpleNamespace(
-        peer_id="a", transport=memory.transport("a"), directory=memory.directory("a"), maddrs=[], failure=None,
-        access=SimpleNamespace(refusal=no_refusal), on_event=None, bulk=None,
-    )  # fmt: skip
-    return Peer(
-        ModelParts(torch.nn.Linear(4, 4)), RunConfig(run_id="test"), None, network, thread, records,
-        incarnation="a.1", may_found=may_found, peer_timeout_s=30.0, gossip_budget=1e6, worker_threads=2,
-        chosen=frozenset(), pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"", on_status=lambda status: None,
-    )  # fmt: skip
+    parts, run = ModelParts(torch.nn.Linear(4, 4)), RunConfig(run_id="test")
+    return memory_peer(parts, run, "a", MemoryNetwork(), thread, may_found=may_found, records=records)
 
 
 @pytest.mark.parametrize("finished", [True, False])

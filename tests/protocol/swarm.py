@@ -24,6 +24,7 @@ from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport
+from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
@@ -174,13 +175,17 @@ class Swarm:
             self.run_audit.note(peer_id, events[-1])
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
+            closed = None if key is None else ClosedRun(key, run.run_id, rng.randbytes)
             node = Node(
-                transport, self.network.directory(peer_id), exchange, run, buffers=bytes, load_buffers=load_no_buffers,
-                incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
-                compute=self.worker, events=record, event_log=event_log, rng=rng, chosen=chosen,
-                tokenizer=tokenizer, bulk=transport.bulk,
-                closed=None if key is None else ClosedRun(key, run.run_id, rng.randbytes),
-            )  # fmt: skip
+                Run(run, tokenizer, closed),
+                NetworkAccess(transport, self.network.directory(peer_id), transport.bulk),
+                LocalRules(chosen=chosen),
+                Start(incarnation_of(incarnation, number), rng, may_found, restored),
+                exchange=exchange,
+                buffers=ModelBuffers(bytes, load_no_buffers),
+                records=Records(record, event_log),
+                compute=self.worker,
+            )
             if number:
                 peer.on_node(node)
             return node

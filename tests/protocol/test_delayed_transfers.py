@@ -14,7 +14,17 @@ import trio
 from p2ptrain.protocol.exchange import merging
 from p2ptrain.protocol.exchange.merging import MOST_OF_SENDER
 from p2ptrain.protocol.exchange.pushing import MOST_PUSHES_UNDER_WAY
-from p2ptrain.protocol.exchange.types import Epoch, Landing, Push, Snapshot, SnapshotWanted, StepReport
+from p2ptrain.protocol.exchange.types import (
+    Epoch,
+    Landed,
+    Landing,
+    Push,
+    Snapshot,
+    SnapshotTaken,
+    SnapshotWanted,
+    StepReport,
+)
+from tests.protocol.hearing import hear
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_exchange import SPACE, Bench, landing, push_plan
 from tests.protocol.test_rounds import Witness, common, start_all
@@ -42,8 +52,8 @@ class Story:
         self.landed: list[Landing] = []
         self.put = 0
         exchange = self.bench.exchange
-        exchange.on_push, exchange.on_snapshot = self.pushes.append, self.snapshots.append
-        exchange.on_landed = self._on_landed
+        hear(exchange, {Push: self.pushes.append, SnapshotTaken: self.snapshots.append})
+        hear(exchange, {Landed: self._on_landed})
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -137,7 +147,7 @@ def late(polls: int) -> tuple[Bench, LateStream]:
 def test_a_landing_takes_effect_and_is_told_once_its_buffer_is_on_the_device(kind: str) -> None:
     bench, _ = late(polls=2)
     told: list[Landing] = []
-    bench.exchange.on_landed = lambda landed, held_s: told.append(landed)
+    hear(bench.exchange, {Landed: lambda landed, held_s: told.append(landed)})
     before, buffer = bench.flat(), torch.ones(NUM_BLOCKS, 64)
     buffer[-1, 6:] = 0  # padding
     bench.exchange.land(landing(kind=kind, buffer=buffer))
@@ -238,7 +248,7 @@ def test_the_memory_for_comparisons_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 def test_no_more_pushes_begin_than_may_be_under_way() -> None:
     bench, side = late(polls=10)
     pushes: list[Push] = []
-    bench.exchange.on_push = pushes.append
+    hear(bench.exchange, {Push: pushes.append})
     for _ in range(MOST_PUSHES_UNDER_WAY + 2):
         bench.exchange.offer_push(push_plan(3))
         bench.step()
@@ -274,7 +284,7 @@ def test_no_snapshot_is_begun_while_a_round_lands() -> None:
     """So it has the epoch of its weights, as it has where a landing takes one step."""
     bench, _ = late(polls=1)
     taken: list[Snapshot] = []
-    bench.exchange.on_snapshot = taken.append
+    hear(bench.exchange, {SnapshotTaken: taken.append})
     bench.exchange.land(landing(kind="write", buffer=torch.zeros(NUM_BLOCKS, 64)))
     bench.exchange.want_snapshot(SnapshotWanted(torch.empty(NUM_BLOCKS, 64), latest_s=0.0))
     bench.steps(5)
@@ -286,7 +296,7 @@ def test_no_snapshot_is_begun_while_a_round_lands() -> None:
 def test_a_request_that_replaces_another_may_use_its_buffer() -> None:
     bench, _ = late(polls=2)
     taken: list[Snapshot] = []
-    bench.exchange.on_snapshot = taken.append
+    hear(bench.exchange, {SnapshotTaken: taken.append})
     buffer = torch.empty(NUM_BLOCKS, 64)
     bench.exchange.want_snapshot(SnapshotWanted(buffer, latest_s=0.0))
     bench.step()
@@ -305,7 +315,7 @@ def test_without_training_nothing_is_left_under_way() -> None:
     """Leaving, waiting for the end and restoring call `idle` until nothing is under way. It never blocks."""
     bench, side = late(polls=9)
     taken, pushes = list[Snapshot](), list[Push]()
-    bench.exchange.on_snapshot, bench.exchange.on_push = taken.append, pushes.append
+    hear(bench.exchange, {SnapshotTaken: taken.append, Push: pushes.append})
     bench.exchange.want_snapshot(SnapshotWanted(torch.empty(NUM_BLOCKS, 64), latest_s=0.0))
     bench.exchange.offer_push(push_plan(3))
     bench.receive("b")
@@ -329,7 +339,7 @@ def test_a_device_without_room_is_read_and_written_at_once() -> None:
     bench, side = late(polls=100)
     side.room = False
     taken: list[Snapshot] = []
-    bench.exchange.on_snapshot = taken.append
+    hear(bench.exchange, {SnapshotTaken: taken.append})
     bench.receive("b")
     bench.exchange.offer_push(push_plan(3))
     report = bench.step()

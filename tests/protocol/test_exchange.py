@@ -20,15 +20,20 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
 from p2ptrain.protocol.exchange.types import (
     Arrival,
+    Due,
     Epoch,
+    Landed,
     Landing,
+    Outlier,
     Push,
     PushPlan,
     RoundReport,
     Snapshot,
+    SnapshotTaken,
     SnapshotWanted,
 )
 from p2ptrain.settings.config import RunConfig
+from tests.protocol.hearing import hear
 
 SPACE = IndexSpace([("matrix", (30, 64)), ("bias", (70,))])
 STEP_S = 0.1
@@ -244,7 +249,7 @@ def test_a_sender_that_floods_takes_no_other_ones_place() -> None:
 
 def test_an_outlier_is_told_to_the_node() -> None:
     bench, outliers = Bench(fragment_fraction=0.005), []
-    bench.exchange.on_outlier = outliers.append
+    hear(bench.exchange, {Outlier: outliers.append})
     bench.steps(2)
     for step in range(250):
         for sender, by in (("b", 0.01), ("c", 0.01), ("x", 100.0)):
@@ -328,7 +333,7 @@ def push_plan(*blocks: int, slot_count: int = 1, due_s: float = 0.0) -> PushPlan
 def test_a_push_holds_the_weights_as_they_were() -> None:
     bench = Bench()
     pushes: list[Push] = []
-    bench.exchange.on_push = pushes.append
+    hear(bench.exchange, {Push: pushes.append})
     bench.exchange.offer_push(push_plan(3, 31))
     report = bench.step()
     gathered, then = bench.flat()[[3, 31]], bench.now
@@ -347,7 +352,7 @@ def test_a_push_holds_the_weights_as_they_were() -> None:
 def test_a_push_of_several_slots_stands_for_as_many_steps(slot_count: int) -> None:
     bench = Bench()
     pushed_at: list[int] = []
-    bench.exchange.on_push = lambda push: pushed_at.append(bench.exchange.steps)
+    hear(bench.exchange, {Push: lambda push: pushed_at.append(bench.exchange.steps)})
     for _ in range(22):
         bench.exchange.offer_push(push_plan(3, slot_count=slot_count))
         bench.step()
@@ -404,7 +409,7 @@ def test_a_round_is_due_at_our_interval_and_there_the_run_is_one_interval_furthe
 def test_due_is_told_once_a_round() -> None:
     bench = Bench(sync_every=3)
     told: list[int] = []
-    bench.exchange.on_due = lambda: told.append(bench.exchange.steps)
+    hear(bench.exchange, {Due: lambda: told.append(bench.exchange.steps)})
     for _ in range(7):
         bench.step()
         bench.deliver_posts()
@@ -453,7 +458,7 @@ def test_at_the_runs_length_it_stays_due_and_the_position_stays() -> None:
 def test_a_snapshot_is_taken_when_due_or_at_the_latest() -> None:
     bench = Bench(sync_every=4)
     taken: list[Snapshot] = []
-    bench.exchange.on_snapshot = taken.append
+    hear(bench.exchange, {SnapshotTaken: taken.append})
     buffer = torch.empty(SPACE.num_blocks, 64)
     bench.exchange.want_snapshot(SnapshotWanted(buffer, latest_s=bench.now + 1000))
     bench.steps(3)
@@ -480,7 +485,7 @@ def test_a_snapshot_is_taken_when_due_or_at_the_latest() -> None:
 def test_a_snapshot_that_is_not_wanted_any_more_is_not_taken() -> None:
     bench = Bench(sync_every=2)
     taken: list[Snapshot] = []
-    bench.exchange.on_snapshot = taken.append
+    hear(bench.exchange, {SnapshotTaken: taken.append})
     bench.exchange.want_snapshot(SnapshotWanted(torch.empty(SPACE.num_blocks, 64), latest_s=0.0))
     bench.exchange.want_snapshot(None)
     bench.steps(3)
@@ -492,7 +497,7 @@ def test_a_snapshot_in_the_step_of_a_landing_is_of_the_new_epoch() -> None:
     """So the engine can tell a snapshot that was asked for before its round had landed."""
     bench = Bench(sync_every=2)
     taken: list[Snapshot] = []
-    bench.exchange.on_snapshot = taken.append
+    hear(bench.exchange, {SnapshotTaken: taken.append})
     bench.steps(1)
     bench.exchange.want_snapshot(SnapshotWanted(torch.empty(SPACE.num_blocks, 64), latest_s=0.0))
     bench.exchange.land(landing(kind="write", buffer=torch.zeros(SPACE.num_blocks, 64), snapshot_steps=1))
@@ -557,7 +562,7 @@ def test_landing_settles_tokens_and_counts_the_next_interval_from_the_snapshot(k
 def test_the_landing_is_told_when_it_has_taken_effect() -> None:
     bench = Bench()
     told: list[Landing] = []
-    bench.exchange.on_landed = lambda landed, held_s: told.append(landed)
+    hear(bench.exchange, {Landed: lambda landed, held_s: told.append(landed)})
     this = landing(finished=True)
     bench.exchange.land(this)
     with pytest.raises(AssertionError, match="one round lands at a time"):
@@ -573,7 +578,7 @@ def test_the_landing_is_told_when_it_has_taken_effect() -> None:
 def test_waiting_for_the_end_lands_and_snapshots_but_does_not_train() -> None:
     bench = Bench(sync_every=2)
     taken: list[Snapshot] = []
-    bench.exchange.on_snapshot = taken.append
+    hear(bench.exchange, {SnapshotTaken: taken.append})
     bench.steps(2)
     bench.exchange.offer_push(push_plan(3))
     bench.exchange.want_snapshot(SnapshotWanted(torch.empty(SPACE.num_blocks, 64), latest_s=1e9))

@@ -13,8 +13,21 @@ import torch
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Arrival, Epoch, Landing, PushPlan, Snapshot, SnapshotWanted
+from p2ptrain.protocol.exchange.types import (
+    Arrival,
+    Due,
+    Epoch,
+    Failed,
+    Landed,
+    Landing,
+    Push,
+    PushPlan,
+    Snapshot,
+    SnapshotTaken,
+    SnapshotWanted,
+)
 from p2ptrain.settings.config import RunConfig
+from tests.protocol.hearing import hear
 
 SPACE = IndexSpace([("weight", (2, 64))])
 SYNC_EVERY = 10
@@ -86,7 +99,7 @@ def test_postponing_loses_no_step_and_the_position_never_goes_back() -> None:
 def test_the_last_wish_for_a_snapshot_is_always_granted_and_no_other() -> None:
     sides = Sides()
     taken: list[Snapshot] = []
-    sides.exchange.on_snapshot = taken.append
+    hear(sides.exchange, {SnapshotTaken: taken.append})
 
     def wish() -> bool:
         """Twice in a row, so that the second one comes while the first is granted."""
@@ -108,7 +121,7 @@ def test_the_last_wish_for_a_snapshot_is_always_granted_and_no_other() -> None:
 def test_rounds_land_while_others_are_postponed_and_each_is_told() -> None:
     sides = Sides()
     landed: list[int] = []
-    sides.exchange.on_landed = lambda landing, held_s: landed.append(landing.epoch.round)
+    hear(sides.exchange, {Landed: lambda landing, held_s: landed.append(landing.epoch.round)})
     handed: list[int] = []
 
     def node() -> bool:
@@ -155,7 +168,7 @@ def test_every_fragment_is_merged_or_counted() -> None:
 def test_every_offered_push_is_gathered() -> None:
     sides = Sides()
     gathered: list[int] = []
-    sides.exchange.on_push = lambda push: gathered.append(push.plan.cycle)
+    hear(sides.exchange, {Push: lambda push: gathered.append(push.plan.cycle)})
     plan = SPACE.plan(np.array([1]))
     offered: list[int] = []
 
@@ -180,8 +193,8 @@ def test_who_is_told_and_fails_ends_nothing_else(caplog: pytest.LogCaptureFixtur
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("a bug of the node")
 
-    sides.exchange.on_due = sides.exchange.on_landed = fail
-    sides.exchange.on_failure = failures.append
+    hear(sides.exchange, {Due: fail, Landed: fail})
+    hear(sides.exchange, {Failed: failures.append})
     for _ in range(3 * SYNC_EVERY):
         sides.exchange.step(1)
         sides.exchange.postpone()
@@ -197,9 +210,9 @@ def test_who_is_told_and_fails_ends_nothing_else(caplog: pytest.LogCaptureFixtur
 def test_after_detaching_nobody_is_told_and_a_landing_still_lands() -> None:
     sides = Sides()
     told: list[object] = []
-    sides.exchange.on_due = lambda: told.append("due")
-    sides.exchange.on_push = sides.exchange.on_snapshot = told.append
-    sides.exchange.on_landed = lambda landing, held_s: told.append(landing)
+    hear(sides.exchange, {Due: lambda: told.append("due")})
+    hear(sides.exchange, {Push: told.append, SnapshotTaken: told.append})
+    hear(sides.exchange, {Landed: lambda landing, held_s: told.append(landing)})
     sides.exchange.offer_push(PushPlan(0, 0, 1, SPACE.plan(np.array([1]))))
     sides.exchange.want_snapshot(SnapshotWanted(torch.empty(2, 64), latest_s=-1.0))
     sides.exchange.land(Landing("keep", None, Epoch("L", 7), SYNC_EVERY, 5, 0, None, None, False))

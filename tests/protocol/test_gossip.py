@@ -26,7 +26,7 @@ from p2ptrain.algorithms.topology import TOPOLOGIES
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Epoch, Push, PushPlan, StepReport
+from p2ptrain.protocol.exchange.types import Epoch, Outlier, PlanTaken, Push, PushPlan, StepReport
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.outbox import Traffic
@@ -35,6 +35,7 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
 from p2ptrain.protocol.wire.messages import Fragment, pack
 from p2ptrain.settings.config import RunConfig
+from tests.protocol.hearing import hear
 from tests.protocol.swarm import RUN, inline, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
@@ -88,6 +89,10 @@ class Peer:
         self.admitted = {"a", "b"}
         self.pace = PushPace(0.02)
         self.gossip = Gossip(context, random.Random(seed), lambda peer_id: peer_id in self.admitted, self.pace)
+        hear(
+            self.exchange,
+            {PlanTaken: self.gossip.plan_taken, Push: self.gossip.send, Outlier: self.gossip.end_link},
+        )
 
     @property
     def sent(self) -> list[tuple[Fragment, bytes]]:
@@ -150,12 +155,12 @@ def test_what_arrives_a_step_late_is_sent_at_once_however_long_until_the_next_pu
     ticks = itertools.count()
     peer = Peer(run_of(topology=topology), cpu_clock=lambda: 0.001 * next(ticks))
     peer.pace.note_received(0.001)
-    hand_over, step, gathered = peer.exchange.on_push, peer.exchange.step, deque[Push]()
-    peer.exchange.on_push = gathered.append
+    step, gathered = peer.exchange.step, deque[Push]()
+    hear(peer.exchange, {Push: gathered.append})
 
     def late_step(samples: int) -> StepReport:
         while gathered:
-            hand_over(gathered.popleft())
+            peer.gossip.send(gathered.popleft())
         return step(samples)
 
     peer.exchange.step = late_step  # type: ignore[method-assign]

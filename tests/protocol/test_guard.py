@@ -16,7 +16,7 @@ import trio
 
 from p2ptrain.algorithms.codec.floats import NONE
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.exchange.types import SnapshotTaken, ToNode
 from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.contribution import OwnContribution
@@ -38,15 +38,16 @@ HEAD = Head("0-g", "0-g", 7, "s", "a", (X, Y), 20, 2**20, None)
 
 def scale_contributions(peer: TestPeer, factor: float) -> list[float]:
     """Let a peer contribute `factor` times its outer gradient from now on; the list counts its snapshots."""
-    take, taken = peer.exchange.on_snapshot, list[float]()
+    receive, taken = peer.node._receive, list[float]()
 
-    def on_snapshot(snapshot: Snapshot) -> None:
-        weights, anchor = snapshot.weights.numpy(), peer.node.state.anchor
-        weights[:] = anchor - np.float32(factor) * (anchor - weights)
-        taken.append(trio.current_time())
-        take(snapshot)
+    def scaled(event: ToNode) -> None:
+        if isinstance(event, SnapshotTaken):
+            weights, anchor = event.snapshot.weights.numpy(), peer.node.state.anchor
+            weights[:] = anchor - np.float32(factor) * (anchor - weights)
+            taken.append(trio.current_time())
+        receive(event)
 
-    peer.exchange.on_snapshot = on_snapshot
+    peer.exchange.attach(scaled)
     return taken
 
 

@@ -17,7 +17,7 @@ from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.slices import Slice
-from p2ptrain.protocol.exchange.types import RoundReport, Snapshot
+from p2ptrain.protocol.exchange.types import RoundReport, SnapshotTaken, ToNode
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds import commit, reducer, snapshot
 from p2ptrain.protocol.rounds.leader import AveragingLeader
@@ -41,12 +41,14 @@ class Witness:
         peer.on_node = lambda node: self._watch(peer, node)
 
     def _watch(self, peer: TestPeer, node: Node) -> None:
-        take, ended = peer.exchange.on_snapshot, node.round_ended
+        receive, ended = node._receive, node.round_ended
 
-        def on_snapshot(snapshot: Snapshot) -> None:
-            key = (snapshot.epoch.lineage, snapshot.epoch.round + 1, node.incarnation)
-            self.snapshots[key].append(snapshot.weights.numpy().copy())
-            take(snapshot)
+        def watched(event: ToNode) -> None:
+            if isinstance(event, SnapshotTaken):
+                snapshot = event.snapshot
+                key = (snapshot.epoch.lineage, snapshot.epoch.round + 1, node.incarnation)
+                self.snapshots[key].append(snapshot.weights.numpy().copy())
+            receive(event)
 
         def round_ended(report: RoundReport) -> None:
             record = node.engine.head.record
@@ -56,7 +58,7 @@ class Witness:
                 self.records[(report.lineage, report.round)] = record
             ended(report)
 
-        peer.exchange.on_snapshot = on_snapshot
+        peer.exchange.attach(watched)
         node.round_ended = round_ended  # type: ignore[method-assign]
 
     def check_values(self) -> int:

@@ -21,7 +21,8 @@ from p2ptrain.algorithms.transfers import Pieces, Transfer, Transfers, in_pieces
 from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.exchange import slices
 from p2ptrain.protocol.exchange.slices import SHARE
-from p2ptrain.protocol.exchange.types import Epoch, Landing, Push, Snapshot, SnapshotWanted
+from p2ptrain.protocol.exchange.types import Epoch, Landed, Landing, Push, Snapshot, SnapshotTaken, SnapshotWanted
+from tests.protocol.hearing import hear
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_exchange import SPACE, STEP_S, Bench, landing, push_plan
 from tests.protocol.test_rounds import Witness, common, start_all
@@ -47,8 +48,8 @@ class SlowBench(Bench):
         self.snapshots: list[Snapshot] = []
         self.landed: list[Landing] = []
         super().__init__(**kwargs)
-        self.exchange.on_snapshot = self.snapshots.append
-        self.exchange.on_landed = lambda landed, held_s: self.landed.append(landed)
+        hear(self.exchange, {SnapshotTaken: self.snapshots.append})
+        hear(self.exchange, {Landed: lambda landed, held_s: self.landed.append(landed)})
         self.steps(2)
 
     def transfers(self, view: ParameterView, side: SideStream | None) -> Transfers:
@@ -124,7 +125,7 @@ def test_slices_have_the_bits_of_one_slice(kind: str) -> None:
     whole, bench = Bench(), SlowBench()
     whole.steps(2)
     taken = list[Snapshot]()
-    whole.exchange.on_snapshot = taken.append
+    hear(whole.exchange, {SnapshotTaken: taken.append})
     whole.exchange.want_snapshot(SnapshotWanted(torch.full((NUM_BLOCKS, 64), torch.nan), latest_s=0.0))
     buffer = torch.randn(NUM_BLOCKS, 64, generator=torch.Generator().manual_seed(1))
     whole.exchange.land(landing(kind=kind, buffer=buffer.clone()))
@@ -154,7 +155,7 @@ def test_no_step_is_held_for_more_than_half_of_its_usual_length() -> None:
 def test_what_takes_little_time_is_done_in_one_step_also_if_the_length_of_steps_is_not_known() -> None:
     bench = Bench()
     taken = list[Snapshot]()
-    bench.exchange.on_snapshot = taken.append
+    hear(bench.exchange, {SnapshotTaken: taken.append})
     bench.exchange.land(landing(kind="add", buffer=torch.ones(NUM_BLOCKS, 64)))
     bench.exchange.want_snapshot(SnapshotWanted(torch.empty(NUM_BLOCKS, 64), latest_s=0.0))
     bench.step()
@@ -247,7 +248,7 @@ def test_epoch_position_and_tokens_change_with_the_last_slice() -> None:
 def test_while_a_round_lands_no_fragment_is_merged_and_none_is_pushed() -> None:
     """One of the epoch before would move what has landed back; one of the next, what has not landed twice."""
     bench, pushes = SlowBench(fragment_fraction=0.005), list[Push]()
-    bench.exchange.on_push = pushes.append
+    hear(bench.exchange, {Push: pushes.append})
     landed = bench.flat() + bench.land()
     bench.step()
     bench.receive("b", blocks=(1,))
@@ -273,7 +274,7 @@ def test_no_fragment_is_merged_after_a_piece_of_the_first_slice_failed() -> None
 
 def test_while_a_snapshot_is_taken_fragments_are_merged_and_pushed() -> None:
     bench, pushes = SlowBench(fragment_fraction=0.005), list[Push]()
-    bench.exchange.on_push = pushes.append
+    hear(bench.exchange, {Push: pushes.append})
     bench.want()
     bench.step()
     bench.receive("b", blocks=(1, 30))

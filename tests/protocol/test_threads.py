@@ -18,6 +18,7 @@ from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
@@ -82,11 +83,15 @@ class ThreadedPeer:
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             return Node(
-                transport, network.directory(name), self.exchange, RUN, buffers=bytes, load_buffers=load_no_buffers,
-                incarnation=incarnation_of(f"{name}.1", number), may_found=may_found, restored=restored,
-                compute=self.workers, events=record, event_log=EventLog(time.time), rng=random.Random(name),
-                bulk=transport.bulk,
-            )  # fmt: skip
+                Run(RUN),
+                NetworkAccess(transport, network.directory(name), transport.bulk),
+                LocalRules(),
+                Start(incarnation_of(f"{name}.1", number), random.Random(name), may_found, restored),
+                exchange=self.exchange,
+                buffers=ModelBuffers(bytes, load_no_buffers),
+                records=Records(record, EventLog(time.time)),
+                compute=self.workers,
+            )
 
         self.runner = NodeRunner(build, self.exchange, self.workers, may_found=founder, restored=None)
         thread.start_soon(self.runner.run_forever)

@@ -3,7 +3,7 @@ snapshots (`snapshots.py`), and lands rounds.
 
 Only an `Exchange` changes the model, and only inside `step()`, on the training thread. The node runs elsewhere (on the
 network thread, or on the same thread under virtual time). They communicate through a bounded inbox, single slots that
-one side fills and the other empties, and `post`, which runs a callable on the node's thread.
+one side fills and the other empties, and the events of `types.ToNode`, which the node receives on its own thread.
 
 Weights on a GPU are copied beside training (`algorithms/transfers.py`): a step starts a transfer, and a later one
 finishes it. The order of a step's parts is the same. A round that is landing has the old epoch until a step applies it,
@@ -73,20 +73,13 @@ class Exchange:
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's thread, soon.
         cpu_clock: CPU seconds of the thread that calls it; simulations leave it out, and gossip costs nothing there.
+        losses: what a simulation loses.
 
     Attributes:
         epoch: the last resolved round in the weights.
         tokens: trained on since our outer gradient was last included.
         inbox: received fragments, and counts of merged and skipped ones.
         landing_error: the error that a round which is landing has met, until it has landed.
-        on_due, on_push, on_snapshot: callbacks of the node, on its thread.
-        on_plan_taken: likewise, with the time at which gathering the offered push began. Its `on_push` is called
-            earlier if that took no waiting, else after a later step.
-        on_landed: likewise, with the seconds for which the landing blocked training.
-        on_failure: likewise, if `on_landed` has raised.
-        on_outlier: likewise, with a peer whose fragments were refused 100 times in a row.
-        loses_fragment, loses_gradient: whether a received fragment, and the outer gradient of an interval, is lost;
-            set by simulations (the latter: DiLoCo, figure 8).
     """
 
     def __init__(
@@ -99,6 +92,7 @@ class Exchange:
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
         cpu_clock: Callable[[], float] = lambda: 0.0,
+        losses: types.Losses = types.NO_LOSSES,
     ) -> None:
         self.space = view.space
         self.view = view
@@ -114,15 +108,7 @@ class Exchange:
         self.step_s = 0.0
         self.cpu_clock = cpu_clock
         self.tokens = 0
-        self.on_due: Callable[[], None]
-        self.on_push: Callable[[types.Push], None]
-        self.on_plan_taken: Callable[[float], None]
-        self.on_snapshot: Callable[[types.Snapshot], None]
-        self.on_landed: Callable[[types.Landing, float], None]
-        self.on_failure: Callable[[Exception], None]
-        self.on_outlier: Callable[[str], None]
-        self.loses_fragment: Callable[[], bool] = lambda: False
-        self.loses_gradient: Callable[[], bool] = lambda: False
+        self.losses = losses
         # Tokens in this peer's share, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
         self._is_pairwise = run.is_pairwise
@@ -189,15 +175,13 @@ class Exchange:
         """Whether a resolved round waits for the next step."""
         return self._landing is not None
 
+    def attach(self, receive: Callable[[types.ToNode], None]) -> None:
+        """Tell a node what happens here, on its thread."""
+        self._receive = receive
+
     def detach(self) -> None:
         """Disconnect the node and forget its requests; a landing that was set still lands."""
-        self.on_due = lambda: None
-        self.on_push = lambda push: None
-        self.on_plan_taken = lambda began_s: None
-        self.on_snapshot = lambda snapshot: None
-        self.on_landed = lambda landing, held_s: None
-        self.on_failure = lambda error: None
-        self.on_outlier = lambda sender: None
+        self._receive = lambda event: None
         self.want_snapshot(None)
         self._pusher.offer(None)
         with self._lock:
@@ -283,13 +267,13 @@ class Exchange:
             took_plan = self._pusher.begin(start, self.fragment_rate, self.epoch, self.steps)
         sent = self._push()
         if took_plan:
-            self._tell("a plan was taken", lambda: self.on_plan_taken(start))
+            self._tell(types.PlanTaken(start))
         self._snapshot(step_slice)
         with self._lock:
             becomes_due = self._position.due and not self._told_due
             self._told_due |= becomes_due
         if becomes_due:
-            self._tell("a round is due", lambda: self.on_due())
+            self._tell(types.Due())
         end = self._clock()
         self._last_end_s = end
         return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
@@ -354,7 +338,7 @@ class Exchange:
             self._told_due = False
             self._landing = None
         held_s, self._landing_s = self._landing_s + self._clock() - start, 0.0
-        self._tell("a round has landed", lambda: self.on_landed(landing, held_s), fatal=True)
+        self._tell(types.Landed(landing, held_s))
         return landing.report
 
     def _apply(self, landing: types.Landing, step_slice: Slice) -> bool:
@@ -382,7 +366,7 @@ class Exchange:
         """Hand over what was gathered and has arrived in host memory, in order. Returns how many."""
         arrived = self._pusher.take_arrived()
         for push in arrived:
-            self._tell_pushed(push)
+            self._tell(push)
         return len(arrived)
 
     def _snapshot(self, step_slice: Slice) -> None:
@@ -390,30 +374,23 @@ class Exchange:
             self._snapshotter.begin(step_slice.began_s, lambda: self._position, self.epoch, self.tokens)
         if (arrived := self._snapshotter.take_arrived(step_slice)) is None:
             return
-        wanted, snapshot = arrived
-
-        def tell() -> None:
-            # Otherwise the request was withdrawn or replaced while the weights were read.
-            if self._snapshotter.is_wanted(wanted):
-                (wanted.take or self.on_snapshot)(snapshot)
-
-        self._tell("a snapshot was taken", tell)
-
-    def _tell_pushed(self, push: types.Push) -> None:
-        self._tell("a push was gathered", lambda: self.on_push(push))
+        self._tell(types.SnapshotTaken(*arrived))
 
     def _tell_outlier(self, sender: str) -> None:
-        self._tell("a peer is an outlier", lambda: self.on_outlier(sender))
+        self._tell(types.Outlier(sender))
 
-    def _tell(self, what: str, call: Callable[[], None], *, fatal: bool = False) -> None:
-        """Run `call` on the node's thread. An exception is logged once; if `fatal`, it ends the node."""
+    def _tell(self, event: types.ToNode) -> None:
+        """Let the node receive an event, on its thread. An exception is logged once."""
 
-        def guarded() -> None:
+        def receive() -> None:
+            # A snapshot may have been withdrawn or replaced while the weights were read.
+            if isinstance(event, types.SnapshotTaken) and not self._snapshotter.is_wanted(event.wanted):
+                return
             try:
-                call()
+                self._receive(event)
             except Exception as error:
-                self._errors.note(f"telling the network side that {what}", error)
-                if fatal:
-                    self.on_failure(error)
+                self._errors.note(f"telling the network side of {type(event).__name__}", error)
+                if isinstance(event, types.Landed):
+                    self._receive(types.Failed(error))
 
-        self._post(guarded)
+        self._post(receive)

@@ -1,4 +1,8 @@
-"""Values passed between the training thread and the node."""
+"""Values passed between the training thread and the node.
+
+An exchange tells its node the events of `ToNode`, which `Node` matches in one place. The node sets one `PushPlan`, one
+`SnapshotWanted` and one `Landing` at a time for the next step.
+"""
 
 from __future__ import annotations
 
@@ -80,13 +84,13 @@ class Snapshot:
 class SnapshotWanted:
     """A request to copy the weights into `buffer` when the round is due, or from `latest_s` on at the latest.
 
-    `take` gets the snapshot; None: the exchange's `on_snapshot`. At `whole_by_s` it should be complete.
+    At `whole_by_s` it should be complete. `for_pair`: for a step with a partner, not for a round.
     """
 
     buffer: torch.Tensor
     latest_s: float
-    take: Callable[[Snapshot], None] | None = None
     whole_by_s: float = math.inf
+    for_pair: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class Landing:
     leaves θ unchanged. The next interval counts from step `snapshot_steps` (None: from now). `included_tokens` are no
     longer outstanding: the round averaged them in.
 
-    The node owns `buffer`; the training thread, or a GPU, only reads it, until `on_landed`. Once an "add" has landed,
+    The node owns `buffer`; the training thread, or a GPU, only reads it, until `Landed`. Once an "add" has landed,
     the pages of its buffer are returned, unless they are pinned: nobody may read it again. The buffer of a "write" is
     the live anchor.
     """
@@ -111,6 +115,62 @@ class Landing:
     snapshot_steps: int | None
     report: RoundReport | None
     finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A round is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTaken:
+    """Gathering the offered push began at `began_s`. Its `Push` comes earlier if that took no waiting, else later."""
+
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """The snapshot that `wanted` requests."""
+
+    wanted: SnapshotWanted
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A round has landed, which blocked training for `held_s` seconds."""
+
+    landing: Landing
+    held_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The node has raised `error` when it was told `Landed`, so it cannot go on."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """Fragments of `sender` were refused 100 times in a row."""
+
+    sender: str
+
+
+ToNode = Due | PlanTaken | Push | SnapshotTaken | Landed | Failed | Outlier
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Whether a simulation loses a received fragment, and the outer gradient of an interval (DiLoCo, figure 8)."""
+
+    fragment: Callable[[], bool] = lambda: False
+    gradient: Callable[[], bool] = lambda: False
+
+
+NO_LOSSES = Losses()
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,32 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import RoundReport
+from p2ptrain.protocol.exchange.types import (
+    Due,
+    Failed,
+    Landed,
+    Outlier,
+    PlanTaken,
+    Push,
+    RoundReport,
+    SnapshotTaken,
+    ToNode,
+)
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.handshake import TRAINER
-from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
+from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
+from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
 from p2ptrain.protocol.node.requests import PROGRESS_S, RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.push_pace import PushPace
@@ -33,13 +41,9 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.interval import IntervalWatch
 from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.state_sync.joining import Restored
-from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
 from p2ptrain.protocol.state_sync.state_sync import StateSync
 from p2ptrain.protocol.wire import messages
-from p2ptrain.protocol.wire.closed_run import ClosedRun
-from p2ptrain.protocol.wire.transport import BulkTransport, Compute, Directory, PeerId, Refusal, Transport, no_refusal
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.protocol.wire.transport import Compute, PeerId
 
 logger = logging.getLogger(__name__)
 # Simulations, where all peers would say the same, turn it off.
@@ -57,95 +61,69 @@ class Node:
     """A training peer. `run_forever` joins or founds the run, then serves it until cancelled.
 
     Args:
-        buffers: serializes the model's buffers.
-        load_buffers: loads serialized buffers. Raises WireError if they do not fit.
-        tokenizer: the content of the run's tokenizer file, for joiners; empty if it has none.
-        events: takes records for the metrics stream: a name, and fields by keyword.
-        may_found: whether to found the run at once: there is no peer to ask.
-        restored: state from a checkpoint, used if the swarm has nothing newer.
-        event_log: served to observers.
-        rng: source of all random choices of this peer.
-        peer_timeout_s: seconds without a message before a peer is considered lost.
-        gossip_budget: cores that gossip may keep busy; infinite: a push at every step.
-        chosen: ids of the user's initial peers.
-        pins: what the user knows of the run.
-        closed: the run and its key; None if the run is open.
-        refusal: whom the user of this machine refuses, and why.
-        errors: logs exceptions that cost no more than a link or an answer.
-        bulk: opens and accepts bulk connections; None: bulk bytes take the streams.
+        exchange: connects it to the model.
+        compute: runs work in worker threads.
     """
 
     def __init__(
         self,
-        transport: Transport,
-        directory: Directory,
-        exchange: Exchange,
-        run: RunConfig,
+        run: Run,
+        network: NetworkAccess,
+        rules: LocalRules,
+        start: Start,
         *,
-        buffers: Callable[[], bytes],
-        load_buffers: Callable[[bytes], None],
-        tokenizer: bytes = b"",
-        incarnation: str,
-        may_found: bool,
-        restored: Restored | None,
+        exchange: Exchange,
+        buffers: ModelBuffers,
+        records: Records,
         compute: Compute,
-        events: Callable[..., None],
-        event_log: EventLog,
-        rng: random.Random,
-        peer_timeout_s: float = PEER_TIMEOUT_S,
-        gossip_budget: float = math.inf,
-        chosen: Collection[PeerId] = (),
-        pins: Pins = NO_PINS,
-        closed: ClosedRun | None = None,
-        refusal: Refusal = no_refusal,
-        errors: ErrorLog | None = None,
-        bulk: BulkTransport | None = None,
     ) -> None:
-        errors = errors or ErrorLog(logger)
-        self.run = run
+        config, transport, rng = run.config, network.transport, start.rng
+        self.run = config
         self.peer_id: PeerId = transport.peer_id
-        self.incarnation = incarnation
+        self.incarnation = start.incarnation
         self.compute = compute
         self.ready = trio.Event()
         self.alive: tuple[PeerId, ...] = ()
         self.met_others = False
         self._transport = transport
         self._exchange = exchange
-        self._events = events
-        self._digest = run.digest
+        self._events = records.write
+        self._digest = config.digest
         self.state = exchange.new_state(lands=True)
         self.links = Links(
-            transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, closed=closed, refusal=refusal,
-            errors=errors, bulk=bulk,
+            transport, self._hello, self, peer_timeout_s=rules.peer_timeout_s, chosen=rules.chosen, closed=run.closed,
+            refusal=rules.refusal, errors=records.errors, bulk=network.bulk,
         )  # fmt: skip
-        self._bulk = bulk
-        directory = directory_of(directory, closed, self.peer_id)
-        prover = Prover(transport, incarnation, self._digest)
+        self._bulk = network.bulk
+        directory = directory_of(network.directory, run.closed, self.peer_id)
+        prover = Prover(transport, self.incarnation, self._digest)
         context = RoundContext(
-            self.peer_id, incarnation, run, prover, self.links, self.state, exchange, compute, errors, host=self
-        )
+            self.peer_id, self.incarnation, config, prover, self.links, self.state, exchange, compute, records.errors,
+            host=self,
+        )  # fmt: skip
         engine = self.engine = RoundDriver(context, rng)
-        self._interval = IntervalWatch(run.sync_every)
+        self._interval = IntervalWatch(config.sync_every)
         rounds = RoundPeers(
             engine.is_candidate, engine.may_be_candidate,
             in_round=lambda: engine.round_state.member is not None or engine.committer.resolving,
         )  # fmt: skip
         self.membership = Membership(
-            self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng, chosen, rounds
+            self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rules.chosen, rounds
         )
         self.state_sync = StateSync(
-            self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
-            restored=restored, rng=rng, pins=pins,
+            self.engine, self.membership, load_buffers=buffers.load, record=records.write, may_found=start.may_found,
+            restored=start.restored, rng=rng, pins=rules.pins,
         )  # fmt: skip
         context.swarm_size = lambda: self.membership.size.estimate if self.membership.is_large else 0.0
-        self._pace = PushPace(gossip_budget)
-        self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
+        self._pace = PushPace(rules.gossip_budget)
+        self._gossip = Gossip(context, rng, self._admits, self._pace) if config.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None
-        if run.is_pairwise:
-            self.pairwise = Pairwise(self.engine, rng, events, lambda: self.membership.undecided)
-        self._server = RequestServer(self.engine, self.pairwise, buffers, event_log, tokenizer)
+        if config.is_pairwise:
+            self.pairwise = Pairwise(self.engine, rng, records.write, lambda: self.membership.undecided)
+        self._server = RequestServer(self.engine, self.pairwise, buffers.read, records.event_log, run.tokenizer)
         self._leaving = False
         self._nursery: trio.Nursery | None = None
+        exchange.attach(self._receive)
 
     async def run_forever(self) -> None:
         """Join or found the run, set `ready`, and take part until cancelled.
@@ -154,7 +132,6 @@ class Node:
         """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            self._exchange.on_failure = self._fail
             await nursery.start(self.links.run)
             nursery.start_soon(self.membership.run_forever)
             await self.state_sync.joining.establish()
@@ -172,6 +149,25 @@ class Node:
     def _admits(self, peer_id: PeerId) -> bool:
         """Whether fragments of a peer are merged."""
         return self.engine.recent.admits(peer_id)
+
+    def _receive(self, event: ToNode) -> None:
+        """Pass on what has happened in the training thread."""
+        match event:
+            case Due():
+                self.engine.wake()
+            case SnapshotTaken(wanted, snapshot):
+                taker = self.pairwise if wanted.for_pair and self.pairwise is not None else self.engine
+                taker.take_snapshot(snapshot)
+            case Landed(landing, held_s):
+                self.engine.committer.landed(landing, held_s)
+            case Failed(error):
+                self._fail(error)
+            case PlanTaken(began_s) if self._gossip is not None:
+                self._gossip.plan_taken(began_s)
+            case Push() if self._gossip is not None:
+                self._gossip.send(event)
+            case Outlier(sender) if self._gossip is not None:
+                self._gossip.end_link(sender)
 
     def _fail(self, error: Exception) -> None:
         """End this node with an exception."""

@@ -98,6 +98,7 @@ class Pairwise:
         self._swaps = Swaps(context, self._until)
         self._before: deque[PeerId] = deque(maxlen=MOST_RECENT)
         self._stepping = False
+        self._taken: Snapshot | None = None
         self._changed = trio.Event()
         self._traffic_before = (0, 0)
 
@@ -315,19 +316,19 @@ class Pairwise:
     async def _snapshot(self) -> Snapshot | None:
         """A copy of the weights at the next inner step; None if a round needs them first."""
         buffer = await self._context.compute(self._exchange.new_buffer)
-        taken: list[Snapshot] = []
-
-        def take(snapshot: Snapshot) -> None:
-            taken.append(snapshot)
-            self._wake()
-
         if self._engine.is_busy:
             return None
-        self._exchange.want_snapshot(SnapshotWanted(buffer, 0.0, take))
-        while not taken and not self._engine.is_busy:
+        self._taken = None
+        self._exchange.want_snapshot(SnapshotWanted(buffer, 0.0, for_pair=True))
+        while self._taken is None and not self._engine.is_busy:
             with trio.move_on_after(POLL_S):
                 await self._changed.wait()
-        return taken[0] if taken else None
+        return self._taken
+
+    def take_snapshot(self, snapshot: Snapshot) -> None:
+        """Use the snapshot that the training thread has taken."""
+        self._taken = snapshot
+        self._wake()
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Whether the weights have gone on from a snapshot by training alone."""

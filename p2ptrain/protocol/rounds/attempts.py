@@ -70,7 +70,6 @@ class Attempts:
         self.state = self._first_state(head)
         context.audits.avoid = self._avoid_reducer
         context.parts.accepted = lambda: self.state.acceptor.record
-        context.exchange.on_snapshot = self._on_snapshot
 
     def _first_state(self, head: m.Head) -> State:
         return State(*self._context.liveness.own, head, self._context.timeouts.limits(0.0, 0.0))
@@ -363,7 +362,8 @@ class Attempts:
             self._context.errors.note(f"attempt {member.attempt.counter} ended for us", error)
             self.apply(ev.MemberFailed(member.attempt, f"unexpected error: {error!r}"))
 
-    def _on_snapshot(self, snapshot: Snapshot) -> None:
+    def take_snapshot(self, snapshot: Snapshot) -> None:
+        """Use the snapshot that the training thread has taken."""
         # One that was requested before the head changed belongs to no round any more.
         if snapshot.epoch == Epoch(self.state.head.lineage, self.state.head.round):
             what = f"taking the snapshot of round {self.state.round}"

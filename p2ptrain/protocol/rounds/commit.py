@@ -76,7 +76,6 @@ class Committer:
         self._idle.set()
         self._landed = trio.Event()
         self._held_s = 0.0
-        context.exchange.on_landed = self._on_landed
 
     def forget(self) -> None:
         """After a new head: drop what was under way for the one before."""
@@ -295,7 +294,8 @@ class Committer:
         self._landed = trio.Event()
         self._context.exchange.land(landing)
 
-    def _on_landed(self, landing: Landing, held_s: float) -> None:
+    def landed(self, landing: Landing, held_s: float) -> None:
+        """A round has taken effect in the live weights, which blocked training for `held_s` seconds."""
         self._held_s = held_s
         self._landed.set()
         if landing.kind == "add" and landing.buffer is not None:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import trio
 
-from p2ptrain.protocol.exchange.types import Epoch
+from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds.attempts import Attempts
@@ -79,7 +79,7 @@ class RoundDriver:
         self._schedule = Schedule(context, rng)
         self._attempts = Attempts(
             context, NO_HEAD, self._taker, self._schedule, self.committer,
-            deliver=self.deliver, changed=self._wake, start_soon=self._start_soon,
+            deliver=self.deliver, changed=self.wake, start_soon=self._start_soon,
         )  # fmt: skip
         self._lineage_watch = LineageWatch(context.liveness)
         self._head_votes = HeadVotes(context.prover, context.liveness.own)
@@ -89,7 +89,6 @@ class RoundDriver:
         self._deferred: dict[tuple[PeerId, type[m.Message]], m.Message] = {}
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
-        self._exchange.on_due = self._wake
 
     async def run_forever(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Drive rounds until cancelled. Messages may be delivered as soon as it has started."""
@@ -105,12 +104,17 @@ class RoundDriver:
             finally:
                 self._nursery = None
 
+    def take_snapshot(self, snapshot: Snapshot) -> None:
+        """Use the snapshot that the training thread has taken."""
+        self._attempts.take_snapshot(snapshot)
+
     def _start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
         # Links may still deliver messages when we have ended.
         if self._nursery is not None:
             self._nursery.start_soon(task, *args)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Look again at what is to be done, as something has changed."""
         self._changed.set()
         self._changed = trio.Event()
 
@@ -189,7 +193,7 @@ class RoundDriver:
             self.introduce(link)
         if self._landed is not None:
             self._head_votes.note(self.context.peer_id, self._landed)
-        self._wake()
+        self.wake()
 
     def _advance(self, head: m.Head) -> None:
         """Go on from the head after a committed round."""
@@ -288,7 +292,7 @@ class RoundDriver:
                 self.context.parts.receive(sender, message, payload)
             case m.Landed():
                 self._head_votes.note(sender, message)
-                self._wake()
+                self.wake()
             case m.Call() | m.Commit() if self.committer.resolving or self._is_one_ahead(message):
                 # Of the round after the one that is about to be applied: delivered once that has landed.
                 if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
@@ -299,7 +303,7 @@ class RoundDriver:
                     self._start_soon(self._check_accusation, sender, audited)
             case m.Due():
                 if self._schedule.note_due(sender, message, self.head):
-                    self._wake()
+                    self.wake()
             case _ if self._is_active:
                 self._attempts.receive(sender, message, payload)
 
@@ -313,7 +317,7 @@ class RoundDriver:
 
     def _on_resolved(self) -> None:
         """A round has landed or failed, or the state was replaced: deliver what came meanwhile."""
-        self._wake()
+        self.wake()
         deferred, self._deferred = self._deferred, {}
         for (sender, _), message in deferred.items():
             # Not the Call of a leader that was lost meanwhile.

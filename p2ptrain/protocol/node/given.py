@@ -1,0 +1,107 @@
+"""What a node is given: what the run is, what the network offers, and what the user of this machine asks for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from p2ptrain.error_log import ErrorLog
+from p2ptrain.protocol.event_log.event_log import EventLog
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S
+from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
+from p2ptrain.protocol.wire.closed_run import ClosedRun
+from p2ptrain.protocol.wire.transport import BulkTransport, Directory, PeerId, Refusal, Transport, no_refusal
+from p2ptrain.settings.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the run is.
+
+    Attributes:
+        config: its settings.
+        tokenizer: the content of its tokenizer file, for joiners; empty if it has none.
+        closed: the run and its key; None if the run is open.
+    """
+
+    config: RunConfig
+    tokenizer: bytes = b""
+    closed: ClosedRun | None = None
+
+
+@dataclass(frozen=True)
+class NetworkAccess:
+    """What the network offers.
+
+    Attributes:
+        transport: opens and accepts streams.
+        directory: finds the peers of a run.
+        bulk: opens and accepts bulk connections; None: bulk bytes take the streams.
+    """
+
+    transport: Transport
+    directory: Directory
+    bulk: BulkTransport | None = None
+
+
+@dataclass(frozen=True)
+class LocalRules:
+    """What the user of this machine asks for.
+
+    Attributes:
+        chosen: ids of the user's initial peers.
+        pins: what the user knows of the run.
+        refusal: whom the user refuses, and why.
+        peer_timeout_s: seconds without a message before a peer is considered lost.
+        gossip_budget: cores that gossip may keep busy; infinite: a push at every step.
+    """
+
+    chosen: Collection[PeerId] = ()
+    pins: Pins = NO_PINS
+    refusal: Refusal = no_refusal
+    peer_timeout_s: float = PEER_TIMEOUT_S
+    gossip_budget: float = math.inf
+
+
+@dataclass(frozen=True)
+class Start:
+    """How one node of a peer starts.
+
+    Attributes:
+        incarnation: its name, which no other node of the run has.
+        rng: source of all its random choices.
+        may_found: whether to found the run at once: there is no peer to ask.
+        restored: state from a checkpoint or an earlier node, used if the swarm has nothing newer.
+    """
+
+    incarnation: str
+    rng: random.Random
+    may_found: bool
+    restored: Restored | None = None
+
+
+@dataclass(frozen=True)
+class ModelBuffers:
+    """Serializes the model's buffers, and loads serialized ones. `load` raises WireError if they do not fit."""
+
+    read: Callable[[], bytes]
+    load: Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Records:
+    """Where a node writes what happens.
+
+    Attributes:
+        write: takes records for the metrics stream: a name, and fields by keyword.
+        event_log: served to observers.
+        errors: logs exceptions that cost no more than a link or an answer.
+    """
+
+    write: Callable[..., None]
+    event_log: EventLog
+    errors: ErrorLog = field(default_factory=lambda: ErrorLog(logging.getLogger("p2ptrain.protocol.node.node")))

@@ -25,7 +25,7 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE
 from p2ptrain.training.models import build
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Execution, Trainer, TrainingData
 
 # Interleaved, because the speed of the machine varies.
 PAIRS = 3
@@ -137,9 +137,13 @@ def _model(scale: Scale) -> nn.Module:
 def _training(scale: Scale, model: nn.Module) -> Callable[[], None]:
     """Train as `p2ptrain join` does. The first step, which compiles the model, is taken here."""
     trainer = Trainer(
-        model, load_corpus("stdlib", Characters()), RunConfig(total_steps=0), batch_size=scale.windows, seed=0,
-        precision=scale.precision, compiled=scale.compiled, read_ahead=True,
-    )  # fmt: skip
+        model,
+        TrainingData(load_corpus("stdlib", Characters())),
+        RunConfig(total_steps=0),
+        batch_size=scale.windows,
+        seed=0,
+        execution=Execution(precision=scale.precision, compiled=scale.compiled, read_ahead=True),
+    )
     trainer.step(0)
     return lambda: _step(trainer)
 

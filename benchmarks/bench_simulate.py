@@ -12,7 +12,7 @@ from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.swarm import simulate
 from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.models import build_of
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 
 # Interleaved, because the speed of the machine varies.
 REPEATS = 5
@@ -59,7 +59,7 @@ def _bare_s(experiment: Experiment) -> float:
     """CPU seconds of the training steps alone: forward, backward, clipping and optimizer of every peer."""
     run, corpus = experiment.run, load_corpus(experiment.data, Characters())
     trainers = [
-        Trainer(build_of(run), corpus, run, batch_size=experiment.batch_size, seed=number)
+        Trainer(build_of(run), TrainingData(corpus), run, batch_size=experiment.batch_size, seed=number)
         for number in range(experiment.peers)
     ]
     begun_s = time.process_time()

@@ -14,7 +14,7 @@ from torch.nn import functional
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Characters, fixed_windows, load_corpus
 from p2ptrain.training.models import build, context_length
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 
 # As in the demo.
 BATCH_SIZE = 4
@@ -49,7 +49,11 @@ class Training:
         """The trainer of one peer: inner optimizer, schedule and text."""
         run = RunConfig(total_steps=self.steps)
         return Trainer(
-            model, load_corpus("stdlib", Characters()), run, batch_size=BATCH_SIZE, seed=1000 * self.seed + rank
+            model,
+            TrainingData(load_corpus("stdlib", Characters())),
+            run,
+            batch_size=BATCH_SIZE,
+            seed=1000 * self.seed + rank,
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.models import build
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ class AdamStates:
 
 def train_demo_model(model: nn.Module) -> Callable[[], None]:
     """Train the demo model, as `p2ptrain demo` does."""
-    trainer = Trainer(model, load_corpus("stdlib", Characters()), RunConfig(total_steps=0), batch_size=4, seed=0)
+    trainer = Trainer(
+        model, TrainingData(load_corpus("stdlib", Characters())), RunConfig(total_steps=0), batch_size=4, seed=0
+    )
     return lambda: _train(trainer)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.models import batch_windows, build, context_length
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 
 MODEL = "gpt-demo"
 WARM_UP_STEPS = 20
@@ -30,7 +30,7 @@ def measure_step_s(peers: int) -> float:
     run = RunConfig(model=MODEL)
     model = build(MODEL, vocab_size=run.vocab_size, seed=0)
     batch_size = batch_windows(MODEL, context_length(model), None)
-    trainer = Trainer(model, load_corpus("stdlib", Characters()), run, batch_size=batch_size, seed=0)
+    trainer = Trainer(model, TrainingData(load_corpus("stdlib", Characters())), run, batch_size=batch_size, seed=0)
     for step in range(WARM_UP_STEPS):
         trainer.step(step)
     with _busy_processes(peers - 1):

@@ -21,7 +21,7 @@ from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.generation import generate_text
 from p2ptrain.training.models import build_of
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 
 PROMPT = "def "
 SAMPLE_LENGTH = 400
@@ -86,7 +86,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         raise DemoFailedError(f"no peer has saved a checkpoint; see the logs, {peer_directory(out, 1)} and so on")
     run = RunConfig.from_stated(next(iter(checkpoints.values())).info["run"])
     model = build_of(run)
-    trainer = Trainer(model, load_corpus("stdlib", Characters()), run, batch_size=1, seed=0)
+    trainer = Trainer(model, TrainingData(load_corpus("stdlib", Characters())), run, batch_size=1, seed=0)
 
     results, weights = [], []
     for number, found in checkpoints.items():

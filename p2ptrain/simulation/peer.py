@@ -21,7 +21,7 @@ from p2ptrain.protocol.wire.transport import Inline
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.training.data import Corpus, Partition
 from p2ptrain.training.loop import record_evaluation, training_steps
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 
 # Virtual seconds between checks of a peer that waits for the run's state.
 LOOK_S = 0.01
@@ -53,7 +53,9 @@ class SimulatedPeer:
             share = number % partition.count
             spans, shard_tokens = partition.spans(share), partition.sizes[share]
         seed = run.data_seed(self.peer_id)
-        self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed, spans=spans)
+        self.trainer = Trainer(
+            model, TrainingData(corpus, spans=spans), run, batch_size=experiment.batch_size, seed=seed
+        )
         averaged = parts.averaged(run, self.trainer.optimizer.adamw)
         name = f"{self.peer_id}.{incarnation}"
         weather = random.Random(f"weather/{experiment.seed}/{name}")

@@ -30,7 +30,7 @@ from p2ptrain.training.models import batch_windows, build_of, context_length, ev
 from p2ptrain.training.partitioning import choose_share, make_partition
 from p2ptrain.training.pretrained import load_saved
 from p2ptrain.training.ranks import Ranks
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Execution, Trainer, TrainingData
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,25 @@ def build_trainer(
     if ranks.is_first:
         check_tokens("--eval-tokens", min(evaluated, len(corpus.held_out)), free_memory_bytes())
     trainer = Trainer(
-        model, corpus, run, batch_size=batch_windows(run.model, context, config.batch_tokens, ranks.size),
-        seed=_seed(job, ranks.rank), spans=None if told["spans"] is None else np.array(told["spans"], dtype=np.int64),
-        tokenizer=job.tokenizer, micro_batch=None if config.micro_batch == "auto" else int(config.micro_batch),
-        eval_tokens=evaluated, most_at_once=told["at_once"],
-        precision=choose_precision(config.dtype, job.device), compiled=config.compile == "on",
-        read_ahead=job.device.type == "cuda" or isinstance(job.source, TokenFolder), ranks=ranks,
-    )  # fmt: skip
+        model,
+        TrainingData(
+            corpus,
+            spans=None if told["spans"] is None else np.array(told["spans"], dtype=np.int64),
+            tokenizer=job.tokenizer,
+            eval_tokens=evaluated,
+        ),
+        run,
+        batch_size=batch_windows(run.model, context, config.batch_tokens, ranks.size),
+        seed=_seed(job, ranks.rank),
+        ranks=ranks,
+        execution=Execution(
+            micro_batch=None if config.micro_batch == "auto" else int(config.micro_batch),
+            most_at_once=told["at_once"],
+            precision=choose_precision(config.dtype, job.device),
+            compiled=config.compile == "on",
+            read_ahead=job.device.type == "cuda" or isinstance(job.source, TokenFolder),
+        ),
+    )
     if job.saved:
         trainer.load_state_dict(job.saved.state["trainer"])
     return trainer, partition, share

@@ -32,7 +32,7 @@ from p2ptrain.training.data.partition import (
     unbalanced_partition,
 )
 from p2ptrain.training.models import build_of, context_length
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 
 # Measured on the standard library (docs/log/): with the demo model this takes ten seconds on one core, and more
 # steps or tokens make the clusters hardly more different from each other.
@@ -115,7 +115,7 @@ def train_briefly(model: nn.Module, corpus: Corpus, run: RunConfig, *, steps: in
     brief = dataclasses.replace(run, total_steps=steps, warmup_steps=min(WARMUP_STEPS, steps))
     with torch.random.fork_rng(devices=[]):
         batch_size = max(1, TOKENS_PER_STEP // context_length(model))
-        trainer = Trainer(model, corpus, brief, batch_size=batch_size, seed=run.run_seed)
+        trainer = Trainer(model, TrainingData(corpus), brief, batch_size=batch_size, seed=run.run_seed)
         for step in range(steps):
             loss, _ = trainer.step(step)
             if step % 50 == 0:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -50,6 +51,44 @@ def never() -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class TrainingData:
+    """What a trainer trains and evaluates on.
+
+    Attributes:
+        corpus: the text.
+        spans: int64 (spans, 2), ranges of the training text to draw windows from (`Partition.spans`); None for all.
+        tokenizer: of the text, to count the bytes of what is evaluated.
+        eval_tokens: tokens to evaluate on, rounded to windows; all held-out text if that is less.
+    """
+
+    corpus: Corpus
+    spans: NDArray[np.int64] | None = None
+    tokenizer: Tokenizer | None = None
+    eval_tokens: int = EVAL_TOKENS
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How this machine computes steps.
+
+    Attributes:
+        micro_batch: windows per forward and backward pass; gradients of a step are accumulated. None: all of a step at
+            once, and half as many after each time that memory does not suffice.
+        most_at_once: windows with which `micro_batch` None and an evaluation begin, at most; None: as many as there
+            are. The same on all ranks.
+        precision: dtype of autocast; None for none.
+        compiled: whether to train with torch.compile.
+        read_ahead: whether to read the next batch in a thread.
+    """
+
+    micro_batch: int | None = None
+    most_at_once: int | None = None
+    precision: torch.dtype | None = None
+    compiled: bool = False
+    read_ahead: bool = False
+
+
 class Trainer:
     """A model with its optimizer and its text windows. Owns the optimizer; the caller owns the model.
 
@@ -63,44 +102,27 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        corpus: Corpus,
+        data: TrainingData,
         run: RunConfig,
         *,
         batch_size: int,
         seed: int,
-        spans: NDArray[np.int64] | None = None,
-        tokenizer: Tokenizer | None = None,
-        micro_batch: int | None = None,
-        most_at_once: int | None = None,
-        eval_tokens: int = EVAL_TOKENS,
-        precision: torch.dtype | None = None,
-        compiled: bool = False,
-        read_ahead: bool = False,
+        execution: Execution | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """
         Args:
             model: maps int64 tokens (B, T) to logits (B, T, V); already on its device.
-            corpus: text to train and to evaluate on.
             run: gives the inner optimizer, its rates and schedule, and the gradient's limit.
             batch_size: windows of text per step, of this rank.
-            tokenizer: of the text, to count the bytes of what is evaluated.
-            micro_batch: windows per forward and backward pass; gradients of a step are accumulated. None: all of a
-                step at once, and half as many after each time that memory does not suffice.
-            most_at_once: windows with which `micro_batch` None and an evaluation begin, at most; None: as many as there
-                are. The same on all ranks.
-            eval_tokens: tokens to evaluate on, rounded to windows; all held-out text if that is less.
-            precision: dtype of autocast; None for none.
-            compiled: whether to train with torch.compile.
-            read_ahead: whether to read the next batch in a thread.
             seed: seeds this peer's windows and torch's global generator (dropout).
-            spans: int64 (spans, 2), ranges of the training text to draw windows from (`Partition.spans`); None for all.
             ranks: train the model together, each on windows of its own; all call every method.
                 None: there is one.
 
         Raises:
             ConfigError: the text, or every span of it, is shorter than one window; or the held-out text is bad.
         """
+        execution, corpus = execution or Execution(), data.corpus
         self.model = model
         self.run = run
         self.ranks = ranks or Ranks()
@@ -108,24 +130,24 @@ class Trainer:
         self._device = next(model.parameters()).device
         self.context = context = context_length(model)
         self.step_windows = batch_size * self.ranks.size
-        windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
+        windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=data.spans)
         self._data_digest = corpus.digest
-        self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if read_ahead else windows
+        self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if execution.read_ahead else windows
         self._parallel = wrap(model, self.ranks)
         self._is_sharded = is_fsdp(model)
-        self._forward = cast(nn.Module, torch.compile(self._parallel)) if compiled else self._parallel
-        self._precision = precision
-        self._halves = micro_batch is None
-        self._micro_batch = min(batch_size, micro_batch or most_at_once or batch_size)
+        self._forward = cast(nn.Module, torch.compile(self._parallel)) if execution.compiled else self._parallel
+        self._precision = execution.precision
+        self._halves = execution.micro_batch is None
+        self._micro_batch = min(batch_size, execution.micro_batch or execution.most_at_once or batch_size)
         self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 and not self._is_sharded else 0
-        eval_count = max(1, round(eval_tokens / context))
+        eval_count = max(1, round(data.eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
         self.eval_windows = len(self._eval_windows[0])
         # Sharded ranks cannot halve it: it is no more than the user lets them train on at once.
-        self._eval_batch = min(EVAL_BATCH, most_at_once or EVAL_BATCH)
+        self._eval_batch = min(EVAL_BATCH, execution.most_at_once or EVAL_BATCH)
         if self._is_sharded:
             self._eval_batch = min(self._eval_batch, self._micro_batch)
-        self.bytes_per_token = _bytes_per_token(tokenizer, self._eval_windows[1])
+        self.bytes_per_token = _bytes_per_token(data.tokenizer, self._eval_windows[1])
         self.utilisation = utilisation_of(model, self._device)
         self.optimizer = InnerOptimizer(model, run)
         self._lost_steps = 0

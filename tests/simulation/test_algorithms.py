@@ -14,7 +14,7 @@ from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.swarm import simulate
 from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.models import build
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 from tests.training.characters import VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
@@ -193,7 +193,9 @@ def synchronized_adam(experiment: Experiment) -> float:
     run, corpus = experiment.run, load_corpus(experiment.data, Characters())
     models = [build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed) for _ in range(experiment.peers)]
     trainers = [
-        Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=run.data_seed(f"peer-{number}"))
+        Trainer(
+            model, TrainingData(corpus), run, batch_size=experiment.batch_size, seed=run.data_seed(f"peer-{number}")
+        )
         for number, model in enumerate(models)
     ]
     anchor = [parameter.detach().clone() for parameter in models[0].parameters()]

@@ -24,7 +24,7 @@ from p2ptrain.training.fsdp import shard, whole
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.ranks import Ranks, open_ranks
-from p2ptrain.training.trainer import PROBED_STEPS, Trainer
+from p2ptrain.training.trainer import PROBED_STEPS, Execution, Trainer, TrainingData
 
 TEXT = b"to be, or not to be: that is the question. "
 CORPUS = Corpus(training=np.frombuffer(TEXT * 200, np.uint8), held_out=np.frombuffer(TEXT * 20, np.uint8))
@@ -54,7 +54,15 @@ class Model(nn.Module):
 
 def trainer_of(model: Model, ranks: Ranks, *, micro_batch: int | None = 2, seed: int = 0) -> Trainer:
     seed += ranks.rank
-    return Trainer(model, CORPUS, RUN, batch_size=WINDOWS, seed=seed, ranks=ranks, micro_batch=micro_batch)
+    return Trainer(
+        model,
+        TrainingData(CORPUS),
+        RUN,
+        batch_size=WINDOWS,
+        seed=seed,
+        ranks=ranks,
+        execution=Execution(micro_batch=micro_batch),
+    )
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -117,7 +125,13 @@ def parameters_may_be_unused(ranks: Ranks) -> None:
     for probes in (0, PROBED_STEPS):
         ours = Partial(ranks.rank)
         trainer = Trainer(
-            ours, CORPUS, run, batch_size=WINDOWS, seed=ranks.rank, ranks=ranks, micro_batch=None if probes else 2
+            ours,
+            TrainingData(CORPUS),
+            run,
+            batch_size=WINDOWS,
+            seed=ranks.rank,
+            ranks=ranks,
+            execution=Execution(micro_batch=None if probes else 2),
         )
         trainer._micro_batch = 2
         for step in range(STEPS):
@@ -173,7 +187,13 @@ def sharded_ranks_train_as_whole_ones(ranks: Ranks) -> None:
                 nn.init.zeros_(next(model.parameters()))  # those of rank 0 count
             shard(model, ranks, torch.device("cpu"))
         trainer = Trainer(
-            model, CORPUS, run, batch_size=WINDOWS, seed=ranks.rank, ranks=ranks, micro_batch=2, eval_tokens=16
+            model,
+            TrainingData(CORPUS, eval_tokens=16),
+            run,
+            batch_size=WINDOWS,
+            seed=ranks.rank,
+            ranks=ranks,
+            execution=Execution(micro_batch=2),
         )
         if state is not None:
             trainer.load_state_dict(state["trainer"])

@@ -35,7 +35,7 @@ from p2ptrain.training.data.tokenizer_file import train_tokenizer
 from p2ptrain.training.join import check_settings, join_run
 from p2ptrain.training.models import build
 from p2ptrain.training.take_part import _size_line
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Trainer, TrainingData
 from tests.fakes import MADDR, FakeNetworkSession, FakePeer
 from tests.training.characters import VOCAB_SIZE
 
@@ -382,9 +382,9 @@ class _Seen:
         self.spans: list[np.ndarray | None] = []
         make = job.Trainer
 
-        def trainer(*arguments: object, spans: np.ndarray | None, **named: object) -> Trainer:
-            self.spans.append(spans)
-            return make(*arguments, spans=spans, **named)  # type: ignore[arg-type]
+        def trainer(model: torch.nn.Module, data: TrainingData, *arguments: object, **named: object) -> Trainer:
+            self.spans.append(data.spans)
+            return make(model, data, *arguments, **named)  # type: ignore[arg-type]
 
         monkeypatch.setattr(job, "Trainer", trainer)
 

@@ -24,7 +24,7 @@ from p2ptrain.training.data.token_files import TokenFile, TokenFiles
 from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, run_training, training_steps
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.progress import TrainingProgress
-from p2ptrain.training.trainer import SAMPLED_WEIGHTS, Trainer
+from p2ptrain.training.trainer import SAMPLED_WEIGHTS, Execution, Trainer, TrainingData
 from tests.fakes import FakePeer
 from tests.training.characters import encode
 
@@ -41,7 +41,9 @@ def _pair(
 ) -> tuple[FakePeer, Trainer]:
     run = RunConfig(total_steps=total_steps, sync_every=run_settings.pop("sync_every", 5), warmup_steps=2)
     model = GPT(GPTConfig(vocab_size=98, layers=1, heads=1, width=8, context=8))
-    return FakePeer(run), Trainer(model, corpus, run, batch_size=1, seed=0, read_ahead=read_ahead)
+    return FakePeer(run), Trainer(
+        model, TrainingData(corpus), run, batch_size=1, seed=0, execution=Execution(read_ahead=read_ahead)
+    )
 
 
 def _clock(step_s: float = 1.0) -> Callable[[], float]:

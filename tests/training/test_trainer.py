@@ -21,10 +21,13 @@ from p2ptrain.training.inner_optimizer import InnerOptimizer, hidden_matrices, l
 from p2ptrain.training.models import GPT, GPTConfig, Llama, LlamaConfig
 from p2ptrain.training.trainer import (
     EVAL_BATCH,
+    EVAL_TOKENS,
     MAX_LOST_STEPS,
     SAMPLED_WEIGHTS,
+    Execution,
     Stopped,
     Trainer,
+    TrainingData,
 )
 from tests.training.characters import encode
 
@@ -47,7 +50,7 @@ def _model(dropout: float = 0.0) -> nn.Module:
 
 def _trainer(*, run: RunConfig | None = None, seed: int = 3, dropout: float = 0.0) -> Trainer:
     run = run or RunConfig(total_steps=40, warmup_steps=4, lr=1e-2)
-    return Trainer(_model(dropout), CORPUS, run, batch_size=4, seed=seed)
+    return Trainer(_model(dropout), TrainingData(CORPUS), run, batch_size=4, seed=seed)
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
@@ -91,7 +94,7 @@ def test_the_rate_follows_the_runs_step_not_ones_own() -> None:
 
 def test_only_matrices_decay_and_all_have_the_runs_betas() -> None:
     model = _model()
-    trainer = Trainer(model, CORPUS, RunConfig(weight_decay=0.5, beta2=0.99), batch_size=1, seed=0)
+    trainer = Trainer(model, TrainingData(CORPUS), RunConfig(weight_decay=0.5, beta2=0.99), batch_size=1, seed=0)
     decaying, kept = trainer.state_dict()["optimizer"]["param_groups"]
     assert decaying["betas"] == kept["betas"] == (0.9, 0.99)
     assert (decaying["weight_decay"], kept["weight_decay"]) == (0.5, 0.0)
@@ -113,9 +116,15 @@ def test_peers_draw_different_text() -> None:
 def test_a_shards_text_is_all_that_is_trained_on() -> None:
     half = len(CORPUS.training) // 2
     for begin, end in ((0, half), (half, 2 * half)):
-        trainer = Trainer(_model(), CORPUS, RunConfig(), batch_size=4, seed=3, spans=np.array([[begin, end]]))
+        trainer = Trainer(
+            _model(), TrainingData(CORPUS, spans=np.array([[begin, end]])), RunConfig(), batch_size=4, seed=3
+        )
         alone = Trainer(
-            _model(), Corpus(CORPUS.training[begin:end], CORPUS.held_out), RunConfig(), batch_size=4, seed=3
+            _model(),
+            TrainingData(Corpus(CORPUS.training[begin:end], CORPUS.held_out)),
+            RunConfig(),
+            batch_size=4,
+            seed=3,
         )
         assert [trainer.step(step)[0] for step in range(3)] == [alone.step(step)[0] for step in range(3)]
 
@@ -141,7 +150,9 @@ def test_twenty_steps_are_ten_and_ten_more_bit_for_bit(dropout: float) -> None:
 
 def test_data_that_was_replaced_is_said_and_used(caplog: pytest.LogCaptureFixture) -> None:
     def trainer(digest: str) -> Trainer:
-        return Trainer(_model(), dataclasses.replace(CORPUS, digest=digest), RunConfig(), batch_size=4, seed=3)
+        return Trainer(
+            _model(), TrainingData(dataclasses.replace(CORPUS, digest=digest)), RunConfig(), batch_size=4, seed=3
+        )
 
     first = trainer("old")
     first.step(0)
@@ -176,12 +187,12 @@ def test_the_weights_sample_is_the_same_places_everywhere() -> None:
 
 def test_the_weights_sample_reads_tensors_of_any_layout() -> None:
     model = _model()
-    expected = Trainer(model, CORPUS, RunConfig(), batch_size=1, seed=0).sample_weights()
+    expected = Trainer(model, TrainingData(CORPUS), RunConfig(), batch_size=1, seed=0).sample_weights()
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(module.weight.detach().T.contiguous().T)
             assert not module.weight.is_contiguous()
-    assert Trainer(model, CORPUS, RunConfig(), batch_size=1, seed=0).sample_weights() == expected
+    assert Trainer(model, TrainingData(CORPUS), RunConfig(), batch_size=1, seed=0).sample_weights() == expected
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
@@ -203,7 +214,7 @@ def test_frozen_parameters_stay() -> None:
     model = _model()
     frozen = model[0].token_embedding.weight.requires_grad_(False)
     before = frozen.clone()
-    trainer = Trainer(model, CORPUS, RunConfig(warmup_steps=0), batch_size=2, seed=0)
+    trainer = Trainer(model, TrainingData(CORPUS), RunConfig(warmup_steps=0), batch_size=2, seed=0)
     trainer.step(0)
     assert torch.equal(frozen, before)
     trainer.sample_weights()
@@ -269,7 +280,7 @@ def test_both_optimizers_follow_the_schedule_with_their_own_rates() -> None:
 def test_muon_learns_and_continues_exactly_after_a_restart() -> None:
     def trainer() -> Trainer:
         torch.manual_seed(1)
-        return Trainer(GPT(TINY), CORPUS, MUON, batch_size=4, seed=5)
+        return Trainer(GPT(TINY), TrainingData(CORPUS), MUON, batch_size=4, seed=5)
 
     whole, first = trainer(), trainer()
     losses = [whole.step(step)[0] for step in range(30)]
@@ -301,7 +312,7 @@ def test_gradients_are_clipped_to_the_runs_norm() -> None:
         model = GPT(TINY)
         before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         run = dataclasses.replace(MUON, inner_optimizer="adamw", grad_clip=clip, weight_decay=0.0)
-        Trainer(model, CORPUS, run, batch_size=4, seed=5).step(0)
+        Trainer(model, TrainingData(CORPUS), run, batch_size=4, seed=5).step(0)
         moved.append(float((nn.utils.parameters_to_vector(model.parameters()) - before).detach().norm()))
     # Adam's first step does not depend on the gradient's size, until its epsilon does.
     assert moved[1] < 0.01 * moved[0]
@@ -311,10 +322,10 @@ def _flat(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
-def _tiny_trainer(**given: Any) -> Trainer:
+def _tiny_trainer(*, eval_tokens: int = EVAL_TOKENS, **execution: Any) -> Trainer:
     torch.manual_seed(1)
-    run = RunConfig(lr=1e-3, warmup_steps=0, total_steps=0)
-    return Trainer(GPT(TINY), CORPUS, run, **{"batch_size": 6, "seed": 5, **given})
+    run, data = RunConfig(lr=1e-3, warmup_steps=0, total_steps=0), TrainingData(CORPUS, eval_tokens=eval_tokens)
+    return Trainer(GPT(TINY), data, run, batch_size=6, seed=5, execution=Execution(**execution))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 6, 100])
@@ -352,7 +363,7 @@ def test_out_of_memory_halves_the_windows_at_once_and_loses_nothing(caplog: pyte
     torch.manual_seed(1)
     model = Small(most=2)
     run = RunConfig(lr=1e-3, warmup_steps=0, total_steps=0)
-    trainer, whole = Trainer(model, CORPUS, run, batch_size=6, seed=5), _tiny_trainer()
+    trainer, whole = Trainer(model, TrainingData(CORPUS), run, batch_size=6, seed=5), _tiny_trainer()
     whole.model.load_state_dict(model.model.state_dict())
     loss, tokens = trainer.step(0)
     assert model.seen == [6, 3, 1, 1, 1, 1, 1, 1]
@@ -369,12 +380,13 @@ def test_out_of_memory_halves_the_windows_at_once_and_loses_nothing(caplog: pyte
 
 def test_where_memory_cannot_be_tried_out_it_begins_with_fewer_windows() -> None:
     model = Small(most=100)
-    given: dict[str, Any] = {"batch_size": 6, "seed": 5, "eval_tokens": 80, "most_at_once": 2}
-    trainer = Trainer(model, CORPUS, RunConfig(total_steps=0), **given)
+    data, run = TrainingData(CORPUS, eval_tokens=80), RunConfig(total_steps=0)
+    trainer = Trainer(model, data, run, batch_size=6, seed=5, execution=Execution(most_at_once=2))
     trainer.step(0)
     trainer.evaluate()
     assert model.seen == [2, 2, 2, 2, 2, 1]
-    Trainer(model, CORPUS, RunConfig(total_steps=0), micro_batch=3, **given).step(0)
+    fixed = Execution(micro_batch=3, most_at_once=2)
+    Trainer(model, data, run, batch_size=6, seed=5, execution=fixed).step(0)
     assert model.seen[6:] == [3, 3]
 
 
@@ -400,14 +412,21 @@ def test_memory_that_backward_lacks_is_free_before_the_next_try() -> None:
             alive.append(weakref.ref(logits))
             return logits
 
-    loss, tokens = Trainer(Late(most=100), CORPUS, RunConfig(total_steps=0), batch_size=4, seed=5).step(0)
+    loss, tokens = Trainer(Late(most=100), TrainingData(CORPUS), RunConfig(total_steps=0), batch_size=4, seed=5).step(0)
     assert (tokens, len(alive)) == (4 * 16, 3)
     assert math.isfinite(loss)
 
 
 def test_a_stopped_step_changes_nothing_and_is_taken_again() -> None:
     def trainer() -> Trainer:
-        return Trainer(_model(dropout=0.3), CORPUS, MUON, batch_size=4, seed=5, micro_batch=1, read_ahead=True)
+        return Trainer(
+            _model(dropout=0.3),
+            TrainingData(CORPUS),
+            MUON,
+            batch_size=4,
+            seed=5,
+            execution=Execution(micro_batch=1, read_ahead=True),
+        )
 
     whole, stopped = trainer(), trainer()
     expected = [whole.step(step) for step in range(4)]
@@ -426,7 +445,7 @@ def test_a_restart_after_out_of_memory_is_exact() -> None:
 
     def trainer() -> Trainer:
         torch.manual_seed(1)
-        return Trainer(Small(most=2, dropout=0.3), CORPUS, MUON, batch_size=4, seed=5)
+        return Trainer(Small(most=2, dropout=0.3), TrainingData(CORPUS), MUON, batch_size=4, seed=5)
 
     whole = trainer()
     losses = [whole.step(step)[0] for step in range(4)]
@@ -455,7 +474,7 @@ def test_out_of_memory_in_an_evaluation_halves_its_windows(caplog: pytest.LogCap
     plain = _tiny_trainer(eval_tokens=160)
     small = Small(most=3, always=True)
     small.model = plain.model
-    trainer = Trainer(small, CORPUS, MUON, batch_size=2, seed=5, eval_tokens=160)
+    trainer = Trainer(small, TrainingData(CORPUS, eval_tokens=160), MUON, batch_size=2, seed=5)
     assert trainer.evaluate() == pytest.approx(plain.evaluate(), rel=1e-6)
     assert small.seen == [10, 8, 4, 2, 2, 2, 2, 2]
     small.most = 0
@@ -466,10 +485,12 @@ def test_out_of_memory_in_an_evaluation_halves_its_windows(caplog: pytest.LogCap
 def test_memory_that_never_suffices_is_an_error() -> None:
     run = RunConfig(total_steps=0)
     with pytest.raises(ConfigError, match=r"--micro-batch 1: cpu is out of memory; train a smaller model"):
-        Trainer(Small(most=0), CORPUS, run, batch_size=4, seed=5).step(0)
+        Trainer(Small(most=0), TrainingData(CORPUS), run, batch_size=4, seed=5).step(0)
     with pytest.raises(ConfigError, match=r"--micro-batch 3: cpu is out of memory; give --micro-batch auto"):
-        Trainer(Small(most=2), CORPUS, run, batch_size=4, seed=5, micro_batch=3).step(0)
-    several = Trainer(Small(most=2), CORPUS, run, batch_size=4, seed=5)
+        Trainer(
+            Small(most=2), TrainingData(CORPUS), run, batch_size=4, seed=5, execution=Execution(micro_batch=3)
+        ).step(0)
+    several = Trainer(Small(most=2), TrainingData(CORPUS), run, batch_size=4, seed=5)
     several.ranks.size = 2  # past the steps in which they halve it together
     with pytest.raises(ConfigError, match=r"smaller --micro-batch; auto cannot halve it after the first steps of"):
         several.step(0)
@@ -481,7 +502,7 @@ def test_other_errors_of_a_model_are_its_own() -> None:
             raise RuntimeError("shapes do not fit")
 
     with pytest.raises(RuntimeError, match=r"shapes do not fit"):
-        Trainer(Broken(4), CORPUS, RunConfig(), batch_size=4, seed=5).step(0)
+        Trainer(Broken(4), TrainingData(CORPUS), RunConfig(), batch_size=4, seed=5).step(0)
 
 
 def test_reading_ahead_gives_the_same_batches_and_the_same_state() -> None:

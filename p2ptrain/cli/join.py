@@ -78,6 +78,8 @@ def join(settings: Settings, plain: bool, share_key: bool, new: bool, qr: bool) 
     Access(network).check_allowed(network.initial_peers)
     if share_key and network.key is None:
         raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")
+    if sys.stdout.isatty():
+        click.echo("starting: loading torch takes a few seconds")
     from p2ptrain.training.join import check_settings, join_run
 
     source = check_settings(settings, launch_of(os.environ))

@@ -17,9 +17,9 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.messages import send_message
 from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.thread import from_asyncio
 from p2ptrain.protocol.membership.reachability import relay_of
 from p2ptrain.protocol.wire.text import escaped
 

@@ -22,7 +22,7 @@ import trio
 from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.network import launcher
 from p2ptrain.network._hivemind import cli_path
-from p2ptrain.network.background import open_background
+from p2ptrain.network.thread import open_background
 from p2ptrain.protocol.wire.text import escaped
 from p2ptrain.settings.peer_config import NetworkConfig
 

@@ -19,12 +19,11 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
 from p2ptrain.network import _hivemind as hivemind
 from p2ptrain.network.addresses import by_peer_id
-from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial, ways_in
-from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, is_allowed, peer_id_of
 from p2ptrain.network.record_storage import bound_storage
+from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import trio
 
-from p2ptrain.network.background import open_background
 from p2ptrain.network.interfaces import Way, socket_to
+from p2ptrain.network.thread import open_background
 
 _PIECE_BYTES = 64 * 1024
 

@@ -18,7 +18,6 @@ import trio
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import ConfigError, PeerLostError, TransientError
 from p2ptrain.network import addresses
-from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import dial_initial_peers, refuse_taken_identity, ways_in
 from p2ptrain.network.bulk import TlsBulk
 from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
@@ -27,6 +26,7 @@ from p2ptrain.network.identity import Identity, hold_identity
 from p2ptrain.network.last_ports import keep_ports, on_last_ports
 from p2ptrain.network.p2p import LibP2P
 from p2ptrain.network.scratch import scratch_directory
+from p2ptrain.network.thread import open_background
 from p2ptrain.protocol.restarts import Restarts
 from p2ptrain.settings.access import Access
 from p2ptrain.settings.peer_config import NetworkConfig

@@ -11,8 +11,8 @@ import socket
 from collections.abc import AsyncIterator
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.socket_stream import LINGER_S
+from p2ptrain.network.thread import from_asyncio
 
 Outer = tuple[str, int]
 """IPv4 address and TCP port of a router, from which it forwards to a peer."""

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.thread import NetworkThread
+from p2ptrain.network.thread import NetworkThread, from_asyncio
 from p2ptrain.protocol.wire.text import escaped, shown
 from p2ptrain.settings.config import RUN_ID
 from p2ptrain.settings.peer_config import NetworkConfig

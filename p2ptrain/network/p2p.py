@@ -14,9 +14,7 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, p2pd_pb2
 from p2ptrain.network.addresses import dialable, peer_id_bytes
-from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.control import ask, identify, open_stream
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity
@@ -26,6 +24,7 @@ from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
 from p2ptrain.network.signatures import Signatures
 from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.protocol.wire.transport import Refusal
 
 logger = logging.getLogger(__name__)

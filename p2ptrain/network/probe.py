@@ -16,7 +16,6 @@ from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.network._hivemind import P2P, Multiaddr
 from p2ptrain.network.addresses import by_peer_id, check_initial_peers
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, dial, explain_dial
-from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import peer_flags, probe_flags, run_daemon
 from p2ptrain.network.dht import clock_ahead_s
 from p2ptrain.network.dialback import DialBack, dial_back
@@ -26,6 +25,7 @@ from p2ptrain.network.interfaces import Interface, Way, interfaces_of, ways_to
 from p2ptrain.network.p2p import own_maddrs
 from p2ptrain.network.rate import upload_rate
 from p2ptrain.network.scratch import scratch_directory
+from p2ptrain.network.thread import from_asyncio
 from p2ptrain.settings.link import BYTES_PER_MBIT
 from p2ptrain.settings.peer_config import NetworkConfig
 

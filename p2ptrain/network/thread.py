@@ -1,7 +1,8 @@
 """The background thread that runs all networking.
 
-Its host loop is asyncio (uvloop if installed), which hivemind needs. Our own code is trio, which runs in guest mode.
-The training thread uses `run`, `start_soon` and `post`, and never blocks on the network without a time limit.
+Its host loop is asyncio (uvloop if installed), which hivemind needs. Our own code is trio, which runs in guest mode and
+awaits asyncio code by `from_asyncio`. The training thread uses `run`, `start_soon` and `post`, and never blocks on the
+network without a time limit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
 
 import trio
@@ -29,6 +30,53 @@ logger = logging.getLogger(__name__)
 CANCEL_GRACE_S = 5.0
 # Longest wait at interpreter exit for sockets and processes to end.
 EXIT_TIMEOUT_S = 8.0
+
+
+@contextlib.asynccontextmanager
+async def open_background() -> AsyncIterator[trio.Nursery]:
+    """A nursery whose tasks are cancelled when the block ends.
+
+    A plain nursery would wrap the block's exceptions in exception groups, which `except ConfigError` does not catch.
+    An exception of a background task cancels the block and is raised as a group.
+    """
+    raised: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        try:
+            yield nursery
+        except BaseException as error:
+            raised = error
+        nursery.cancel_scope.cancel()
+    if raised is not None:
+        raise raised
+
+
+async def from_asyncio(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run an asyncio coroutine from trio in guest mode on the same thread's asyncio loop, and return its result.
+
+    A trio cancellation cancels the asyncio task and waits until it has ended. If it still ended with a result, that
+    is returned, so that resources it opened are not lost.
+
+    Raises:
+        ConnectionAbortedError: the coroutine was cancelled by asyncio code.
+        Exception: anything that the coroutine raises.
+    """
+    waiter = trio.lowlevel.current_task()
+    raise_cancelled: trio.lowlevel.RaiseCancelT | None = None
+    task = asyncio.get_running_loop().create_task(coroutine)
+    task.add_done_callback(lambda _: trio.lowlevel.reschedule(waiter))
+
+    def abort(raise_cancel: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
+        nonlocal raise_cancelled
+        raise_cancelled = raise_cancel
+        task.cancel()
+        return trio.lowlevel.Abort.FAILED
+
+    await trio.lowlevel.wait_task_rescheduled(abort)
+    if not task.cancelled():
+        return task.result()
+    if raise_cancelled is not None:
+        raise_cancelled()
+    raise ConnectionAbortedError("cancelled by asyncio code")
 
 
 class MonotonicClock(trio.abc.Clock):

@@ -19,10 +19,10 @@ from hivemind.dht import DHTID
 from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.network import dht, record_storage
 from p2ptrain.network._hivemind import DHTRecord, MSGPackSerializer, PeerID, RSAPrivateKey
-from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.dht import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES, OwnedRecords, owner_of, owner_subkey
 from p2ptrain.network.host import open_network
 from p2ptrain.network.identity import peer_id_of
+from p2ptrain.network.thread import from_asyncio
 from p2ptrain.protocol.membership.peer_records import RECORD_TTL_S
 from tests.network.local import config, keep_open, open_pair
 

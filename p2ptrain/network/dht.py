@@ -1,7 +1,8 @@
 """`protocol.wire.transport.Directory` over hivemind's DHT, with signed records.
 
 A record is stored under (key, subkey); the subkey is the owner's RSA public key. hivemind's nodes reject records whose
-signature does not match that key. Readers derive the peer id from the key, so a peer cannot write for another one.
+signature does not match that key. Readers derive the peer id from the key, so a peer cannot write for another one. What
+our node stores for others is checked (`OwnedRecords`) and bounded (`BoundedStorage`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial, ways_in
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, is_allowed, peer_id_of
-from p2ptrain.network.record_storage import bound_storage
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -34,6 +34,12 @@ MAX_VALUE_BYTES = 4 * 1024
 MAX_SUBKEY_BYTES = 1024
 # Members' records last 30 s, and there are no others. Four times that leaves room for later versions.
 MAX_EXPIRES_IN_S = 120.0
+# Records under one key. Members are spread over 16 keys: room for a thousand, fifteen times the largest round.
+MAX_RECORDS = 64
+# Keys in all: those of 16 runs. A record takes at most some 5.5 KiB with its signature and owner, all together 90 MiB.
+MAX_KEYS = 256
+# Keys with a record of one owner. A member has one per run, and after a change of runs two for 30 s.
+MAX_KEYS_OF_OWNER = 4
 # A silent node delays an operation by hivemind's 3 s; this allows two in a row.
 OPERATION_TIMEOUT_S = 8.0
 NODE_TIMEOUT_S = 3.0
@@ -144,6 +150,33 @@ class OwnedRecords:
         return bytes(self._signatures.strip_value(record))
 
 
+class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
+    """hivemind's storage with limits: what strangers store cannot push out members' records. Renewals are accepted.
+
+    hivemind's storage keeps any number of keys, and of records under each. With a limit, a full storage must drop a
+    record or refuse one. Dropping the record that expires first would drop a member's: those live for 30 s, a
+    stranger's for up to two minutes. Dropping a random one would do so sooner or later, as a stranger can store faster
+    than members renew. So stored records stay: new owners are refused while a key is full, and new keys while there are
+    too many. A member renews its record before it expires, and keeps its place. A new member that is refused still
+    joins: it dials the announced members, and their heartbeats name it to others.
+    """
+
+    def store_subkey(self, key: object, subkey: object, value: bytes, expiration_time: float) -> bool:
+        records = _records(self.get(key))
+        if subkey not in records and (
+            len(records) >= MAX_RECORDS
+            or (key not in self and len(self) >= MAX_KEYS)
+            or sum(subkey in _records(held) for _, held in self.items()) >= MAX_KEYS_OF_OWNER
+        ):
+            return False
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+
+def _records(held: Any) -> Collection[object]:
+    """The owners of the records under a key."""
+    return held.value if held is not None and isinstance(held.value, hivemind.DictionaryDHTValue) else ()
+
+
 def owner_subkey(key: hivemind.RSAPublicKey) -> bytes:
     """The subkey under which the owner of `key` stores its records."""
     return b"[owner:" + bytes(key.to_bytes()) + b"]"
@@ -233,8 +266,19 @@ async def _create_node(
             "check that a p2ptrain peer printed these addresses"
         ) from None
     node.protocol.wait_timeout = NODE_TIMEOUT_S
-    bound_storage(node)
+    _bound_storage(node)
     return node
+
+
+def _bound_storage(node: hivemind.DHTNode) -> None:
+    """Replace the storages of a node by bounded ones, with all that they hold."""
+    for name in ("storage", "cache"):
+        bounded = BoundedStorage()
+        for key, (value, _) in getattr(node.protocol, name).items():
+            if isinstance(value, hivemind.DictionaryDHTValue):
+                for subkey, (record, expires) in value.items():
+                    bounded.store_subkey(key, subkey, record, expires)
+        setattr(node.protocol, name, bounded)
 
 
 async def _check_clock(node: hivemind.DHTNode, connected: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht import DHTID
 
 from p2ptrain.errors import ConfigError, UnreachableError
-from p2ptrain.network import dht, record_storage
+from p2ptrain.network import dht
 from p2ptrain.network._hivemind import DHTRecord, MSGPackSerializer, PeerID, RSAPrivateKey
 from p2ptrain.network.dht import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES, OwnedRecords, owner_of, owner_subkey
 from p2ptrain.network.host import open_network
@@ -51,7 +51,7 @@ def test_records_of_all_are_seen_by_all(run: Run) -> None:
 
 
 def test_a_stranger_that_floods_a_key_pushes_nobody_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_storage, "MAX_RECORDS", 2)
+    monkeypatch.setattr(dht, "MAX_RECORDS", 2)
 
     async def main() -> None:
         async with open_pair() as (first, second), open_network(config(first)) as late:

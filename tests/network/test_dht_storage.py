@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from p2ptrain.network._hivemind import DictionaryDHTValue
-from p2ptrain.network.record_storage import MAX_KEYS, MAX_KEYS_OF_OWNER, MAX_RECORDS, BoundedStorage
+from p2ptrain.network.dht import MAX_KEYS, MAX_KEYS_OF_OWNER, MAX_RECORDS, BoundedStorage
 
 KEY = b"key"
 

@@ -17,12 +17,11 @@ from p2ptrain.network.addresses import dialable, peer_id_bytes
 from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.control import ask, identify, open_stream
 from p2ptrain.network.daemon import Daemon
-from p2ptrain.network.identity import Identity
+from p2ptrain.network.identity import Identity, Signatures
 from p2ptrain.network.punch import PUNCH, Puncher
 from p2ptrain.network.rate import RATE, RateCounter
 from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
-from p2ptrain.network.signatures import Signatures
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.protocol.wire.transport import Refusal

@@ -9,9 +9,8 @@ import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from p2ptrain.network import signatures
-from p2ptrain.network.identity import hold_identity, peer_id_of_der
-from p2ptrain.network.signatures import Signatures
+from p2ptrain.network import identity
+from p2ptrain.network.identity import Signatures, hold_identity, peer_id_of_der
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def test_keys_that_are_too_small_or_of_another_kind_are_refused(kind: str, signe
     }[kind]()
     public = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     signed = (
-        key.sign(b"data", signatures._PADDING, hashes.SHA256())
+        key.sign(b"data", identity._PADDING, hashes.SHA256())
         if isinstance(key, rsa.RSAPrivateKey)
         else key.sign(b"data", ec.ECDSA(hashes.SHA256()))
     )

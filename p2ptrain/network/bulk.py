@@ -28,8 +28,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
-from p2ptrain.network.closing import close_everywhere
-from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.socket_stream import SocketStream, close_everywhere
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.protocol.membership.reachability import best_first, is_relayed
 from p2ptrain.protocol.token_bucket import TokenBucket
@@ -182,11 +181,15 @@ class TlsBulk:
 
     async def _dial(self, peer_id: PeerId, host: str, port: int, context: ssl.SSLContext) -> SocketStream:
         connecting = asyncio.get_running_loop().create_connection(  # type: ignore[type-var]
-            lambda: SocketStream(remote=peer_id, has_first_message=False), host, port, ssl=context,
-            server_hostname=self._server_name, ssl_handshake_timeout=HANDSHAKE_S,
-        )  # fmt: skip
+            lambda: SocketStream(among=self._streams, remote=peer_id, has_first_message=False),
+            host,
+            port,
+            ssl=context,
+            server_hostname=self._server_name,
+            ssl_handshake_timeout=HANDSHAKE_S,
+        )
         transport, stream = await from_asyncio(connecting)
-        self._own(transport, stream)
+        _tune(transport, stream)
         return stream
 
     async def _take_forever(self, listener: socket.socket, nursery: trio.Nursery) -> None:
@@ -209,7 +212,7 @@ class TlsBulk:
 
     async def _greet(self, connection: socket.socket, address: str) -> None:
         """The server's side of a handshake."""
-        stream = SocketStream(has_first_message=False)
+        stream = SocketStream(among=self._streams, has_first_message=False)
         try:
             with self._errors.containing("accepting a bulk connection"), contextlib.suppress(OSError):
                 if not await self._is_named(connection):
@@ -218,7 +221,7 @@ class TlsBulk:
                     lambda: stream, connection, ssl=self._server_context, ssl_handshake_timeout=HANDSHAKE_S
                 )
                 transport, _ = await from_asyncio(connecting)
-                self._own(transport, stream)
+                _tune(transport, stream)
                 if stream.has_ended:
                     return
                 certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
@@ -253,17 +256,6 @@ class TlsBulk:
                     return any(name in self._admitted for name in map(bytes.decode, SERVER_NAME.findall(hello)))
                 await trio.sleep(PEEK_AGAIN_S)
         return False
-
-    def _own(self, transport: asyncio.BaseTransport, stream: SocketStream) -> None:
-        if stream.has_ended:  # in the moment after its handshake
-            return
-        self._streams.add(stream)
-        stream.on_lost = self._streams.discard
-        connection = transport.get_extra_info("socket")
-        with contextlib.suppress(OSError, AttributeError):  # Linux has them
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-            connection.setsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, BBR)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
         """Ask for the certificate that a client names."""
@@ -322,6 +314,17 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _tune(transport: asyncio.BaseTransport, stream: SocketStream) -> None:
+    """Set the options of a connection's socket that the system has."""
+    if stream.has_ended:  # in the moment after its handshake
+        return
+    connection = transport.get_extra_info("socket")
+    with contextlib.suppress(OSError, AttributeError):  # Linux has them
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, BBR)
 
 
 def make_certificate(peer_id: PeerId) -> tuple[bytes, bytes]:

@@ -17,8 +17,7 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.messages import send_message
-from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.socket_stream import SocketStream, send_message
 from p2ptrain.network.thread import from_asyncio
 from p2ptrain.protocol.membership.reachability import relay_of
 from p2ptrain.protocol.wire.text import escaped
@@ -39,12 +38,15 @@ async def ask(path: str, request: Any, timeout_s: float) -> Any:
     return response
 
 
-async def _ask(path: str, request: Any, timeout_s: float) -> tuple[Any, SocketStream]:
+async def _ask(
+    path: str, request: Any, timeout_s: float, among: set[SocketStream] | None = None
+) -> tuple[Any, SocketStream]:
     """As `ask`; also returns the socket, which carries the stream after a STREAM_OPEN. The caller closes it."""
     loop = asyncio.get_running_loop()
     with trio.move_on_after(timeout_s):
         try:
-            _, socket = await from_asyncio(loop.create_unix_connection(SocketStream, path))  # type: ignore[type-var]
+            connecting = loop.create_unix_connection(lambda: SocketStream(among=among), path)  # type: ignore[type-var]
+            _, socket = await from_asyncio(connecting)
         except OSError as error:
             raise PeerLostError(f"the libp2p daemon does not answer: {error}") from None
         try:
@@ -59,14 +61,18 @@ async def _ask(path: str, request: Any, timeout_s: float) -> tuple[Any, SocketSt
     raise PeerLostError(f"timeout: no answer within {timeout_s:g} s")
 
 
-async def open_stream(path: str, peer_id: str, protocol: str, timeout_s: float) -> SocketStream:
+async def open_stream(
+    path: str, peer_id: str, protocol: str, timeout_s: float, *, among: set[SocketStream] | None = None
+) -> SocketStream:
     """Open a stream to a peer that p2pd is connected to or has an address of. The caller closes it.
+
+    `among`: as of `SocketStream`.
 
     Raises PeerLostError if the peer cannot be reached in time, or does not speak the protocol.
     """
     opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol], timeout=math.ceil(timeout_s))
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
-    response, stream = await _ask(path, request, timeout_s)
+    response, stream = await _ask(path, request, timeout_s, among)
     identify(stream, response.streamInfo)
     return stream
 

@@ -14,7 +14,7 @@ from p2ptrain.network._hivemind import Multiaddr
 from p2ptrain.network.addresses import hints, peer_id_bytes
 from p2ptrain.network.control import open_stream
 from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
-from p2ptrain.network.messages import receive_message, send_message
+from p2ptrain.network.socket_stream import receive_message, send_message
 
 logger = logging.getLogger(__name__)
 

@@ -103,7 +103,7 @@ class LibP2P:
     async def listening(self) -> AsyncIterator[None]:
         """Take incoming streams from any daemon of our identity, through a socket of ours, until the block ends."""
         loop = asyncio.get_running_loop()
-        serving = loop.create_unix_server(lambda: SocketStream(self._take), self._streams_path)  # type: ignore
+        serving = loop.create_unix_server(lambda: SocketStream(self._take, among=self._streams), self._streams_path)  # type: ignore
         server = await from_asyncio(serving)
         try:
             yield
@@ -125,9 +125,7 @@ class LibP2P:
                 if self._puncher is not None:
                     await self._puncher.reach(peer_id, maddrs)
                 await dial(self.control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
-            stream = await open_stream(self.control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S)
-            self._own(stream)
-            return stream
+            return await open_stream(self.control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S, among=self._streams)
         raise PeerLostError(f"timeout: {peer_id} was not reached within {OPEN_TIMEOUT_S:g} s")
 
     def relay_to(self, peer_id: str) -> str:
@@ -170,15 +168,10 @@ class LibP2P:
             self._go_offline()
             await self._close_streams()
 
-    def _own(self, stream: SocketStream) -> None:
-        self._streams.add(stream)
-        stream.on_lost = self._streams.discard
-
     def _take(self, stream: SocketStream, message: bytes) -> None:
         """Take an incoming stream, for `accept`, the relay or the puncher. `message` names the peer."""
         info = p2pd_pb2.StreamInfo.FromString(message)
         identify(stream, info)
-        self._own(stream)
         if (take := self._takes.get(info.proto)) is not None:
             take(stream)
             return

@@ -30,8 +30,7 @@ from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.control import Connections, open_stream
 from p2ptrain.network.joined import End, Outer, joined
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
-from p2ptrain.network.messages import receive_message, send_message
-from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.socket_stream import SocketStream, receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal

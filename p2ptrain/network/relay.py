@@ -25,9 +25,8 @@ from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.control import Connections, open_stream
 from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
-from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, outer_of, peer_at
-from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.socket_stream import SocketStream, receive_message, send_message
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
 from p2ptrain.settings.link import BYTES_PER_MBIT

@@ -18,8 +18,8 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr
 from p2ptrain.network.control import connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Status
-from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.network.relay import HOP
+from p2ptrain.network.socket_stream import receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 from p2ptrain.protocol.wire.transport import Refusal, said_here
 

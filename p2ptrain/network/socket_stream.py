@@ -1,6 +1,8 @@
-"""A stream over a socket of the event loop: to libp2p's daemon (p2pd), which carries one of libp2p's, or with TLS.
+"""A stream over a socket of the event loop, and protobuf messages on streams.
 
-p2pd's connections begin with one message, and raw bytes follow (`control`).
+The socket is one to libp2p's daemon (p2pd), which carries one of libp2p's streams, or has TLS. p2pd's connections begin
+with one message, and raw bytes follow (`control`). Messages have a length prefix, as p2pd and libp2p's own protocols
+frame them; such protocols are circuit relay v2 (`relay`) and AutoNAT (`probe`).
 
 Unlike hivemind's StreamReader, bytes go from the event loop's callback into a bounded buffer that wakes the trio task:
 there is no asyncio task per read, and peers get backpressure.
@@ -9,12 +11,16 @@ there is no asyncio task per read, and peers get backpressure.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Callable
+from typing import TypeVar
 
 import trio
+from google.protobuf.message import DecodeError, Message
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.messages import read_varint
+from p2ptrain.protocol.wire.transport import Stream
 
 # Received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
@@ -22,11 +28,79 @@ RECEIVE_BUFFER_BYTES = 512 * 1024
 SEND_BUFFER_BYTES = 256 * 1024
 # A response from p2pd: a list of 128 peers with all their addresses takes about 40 kB.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# No message of libp2p's protocols between two peers is longer.
+MAX_FRAME_BYTES = 4096
 # How long bytes accepted by send_all may take to reach p2pd after aclose.
 LINGER_S = 2.0
 # p2pd resets the stream when we close our end, and libp2p then drops what the other p2pd has received but not yet
 # delivered. So closing waits until the last bytes are this old: about 100 times their delay on an idle machine.
 LAST_BYTES_S = 0.25
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+def close_everywhere(ended: socket.socket) -> None:
+    """End a connection, or stop listening, in all copies of the socket, and close this one.
+
+    Workers of a `DataLoader` are forked and inherit all sockets. The system keeps a connection, or a port, until the
+    last copy is closed. So after `close` alone a port would stay taken, and the other end of a connection would hear
+    nothing, for as long as workers live; those with `persistent_workers=True` live on after the peer has left.
+    """
+    with contextlib.suppress(OSError):  # it is closed already, or a system that knows no shutdown of such a socket
+        ended.shutdown(socket.SHUT_RDWR)
+    ended.close()
+
+
+def framed(message: Message) -> bytes:
+    """A message with its length prefix."""
+    body: bytes = message.SerializeToString()
+    return varint(len(body)) + body
+
+
+async def send_message(stream: Stream, message: Message) -> None:
+    """Send one message to a peer. Raises PeerLostError."""
+    await stream.send_all(framed(message))
+
+
+async def receive_message(stream: Stream, kind: type[AnyMessage]) -> tuple[AnyMessage, bytes]:
+    """Receive one message from a peer. Returns it and the bytes that followed.
+
+    As usual in protobuf, a field of the wrong type counts as missing. Raises PeerLostError if the stream ended or
+    broke, or the message is malformed or too large.
+    """
+    data = b""
+    while True:
+        size, start = read_varint(data)
+        if size > MAX_FRAME_BYTES or (start == 0 and len(data) >= 10):
+            raise PeerLostError("malformed message")
+        if start and len(data) >= start + size:
+            break
+        if not (some := await stream.receive_some()):
+            raise PeerLostError("the stream ended before the message")
+        data += some
+    try:
+        return kind.FromString(data[start : start + size]), data[start + size :]
+    except DecodeError:
+        raise PeerLostError("malformed message") from None
+
+
+def varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def read_varint(data: bytes) -> tuple[int, int]:
+    """Decode a varint: its value and size in bytes; (0, 0) while it is incomplete."""
+    value = 0
+    for index, byte in enumerate(data[:10]):
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value, index + 1
+    return 0, 0
 
 
 class SocketStream:
@@ -38,29 +112,34 @@ class SocketStream:
     Attributes:
         remote: the authenticated identity of the peer, base58; "" until it is known.
         relay: the identity of the relay between us; "" if there is none.
-        on_lost: called with the socket, in the event loop, when its connection has ended.
+        has_ended: whether the connection is over.
     """
 
     def __init__(
-        self, on_message: Callable[[SocketStream, bytes], None] | None = None,
-        *, remote: str = "", has_first_message: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        on_message: Callable[[SocketStream, bytes], None] | None = None,
+        *,
+        among: set[SocketStream] | None = None,
+        remote: str = "",
+        has_first_message: bool = True,
+    ) -> None:
         """
         Args:
             on_message: called once, in the event loop, with p2pd's first message.
+            among: a set of the owner's, in which the stream is while it is connected.
             remote: the other end, if it is known.
             has_first_message: whether it is a connection to p2pd, which begins with a message.
         """
         self.remote = remote
         self.relay = ""
-        self.on_lost: Callable[[SocketStream], object] = lambda _: None
+        self.has_ended = False
+        self._among = set() if among is None else among
         self._on_message = on_message
         self._message = None if has_first_message else b""
         self._chunks: list[bytes] = []
         self._buffered_bytes = 0
         self._ended = False
         self._broken: str | None = None
-        self._has_ended = False
         self._writable = True
         self._reading = True
         self._sent_s = 0.0
@@ -107,11 +186,6 @@ class SocketStream:
             loop.call_later(LINGER_S, self._transport.abort)
         await trio.lowlevel.cancel_shielded_checkpoint()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the connection is over, so that `on_lost` was called."""
-        return self._has_ended
-
     def fail(self, reason: str) -> None:
         """Break the stream at once: send and receive raise PeerLostError from now on."""
         if self._broken is None:
@@ -131,6 +205,7 @@ class SocketStream:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self._among.add(self)
         transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES)
 
     def data_received(self, data: bytes) -> None:
@@ -153,8 +228,8 @@ class SocketStream:
             self._break(f"the connection was lost: {error or 'closed'}")
         self._receivers.unpark_all()
         self._senders.unpark_all()
-        self._has_ended = True
-        self.on_lost(self)
+        self.has_ended = True
+        self._among.discard(self)
 
     def pause_writing(self) -> None:
         self._writable = False

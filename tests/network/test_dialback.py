@@ -12,7 +12,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.network._hivemind import Multiaddr
 from p2ptrain.network.dialback import DialBack, dial_back, question, read_answer
 from p2ptrain.network.libp2p_pb2 import AutoNat
-from p2ptrain.network.messages import framed, receive_message
+from p2ptrain.network.socket_stream import framed, receive_message
 from tests.network.local import Given, open_pair
 
 ADDRESS = Multiaddr("/ip4/8.8.4.4/tcp/4001").to_bytes()

@@ -22,8 +22,8 @@ from p2ptrain.network import punch
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import Peer, Status, StopMessage
-from p2ptrain.network.messages import framed, receive_message
 from p2ptrain.network.punch import DialBudget, Puncher, meeting_points, outer_of, peer_at, read_peer
+from p2ptrain.network.socket_stream import framed, receive_message
 from p2ptrain.protocol.wire.transport import Refusal, no_refusal
 from tests.network.local import Given, end_of, two_listening
 

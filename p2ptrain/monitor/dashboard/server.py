@@ -36,7 +36,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.dashboard.connections import Connections
 from p2ptrain.monitor.dashboard.curves import RANGES
 from p2ptrain.monitor.dashboard.page_state import PageState
-from p2ptrain.network.closing import close_everywhere
+from p2ptrain.network.socket_stream import close_everywhere
 from p2ptrain.settings.peer_config import PageConfig
 
 STATIC = Path(__file__).parent / "static"

@@ -20,8 +20,7 @@ from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, Signatures
 from p2ptrain.network.punch import PUNCH, Puncher
 from p2ptrain.network.rate import RATE, RateCounter
-from p2ptrain.network.relay import HOP, Relay
-from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
+from p2ptrain.network.relay import HOP, RENEW_EVERY_S, Relay, Reservations
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.protocol.wire.transport import Refusal

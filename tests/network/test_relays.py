@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import control, libp2p_pb2, reservations
+from p2ptrain.network import control, libp2p_pb2
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.bootstrap import dial
@@ -30,8 +30,7 @@ from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.p2p import PROTOCOL_NAME
 from p2ptrain.network.punch import DialBudget, Puncher
-from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay
-from p2ptrain.network.reservations import check_answer
+from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay, Reservations, check_answer
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.network.socket_stream import receive_message, send_message, varint
 from p2ptrain.protocol.membership.reachability import Scope
@@ -201,7 +200,7 @@ async def open_relayed() -> AsyncIterator[tuple[str, Network, Network, str]]:
 
 @pytest.fixture
 def loopback_is_the_internet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations, "scope_of", lambda maddr: Scope.PUBLIC)
+    monkeypatch.setattr("p2ptrain.network.relay.scope_of", lambda maddr: Scope.PUBLIC)
 
 
 class Flood:
@@ -320,7 +319,7 @@ def test_an_exception_in_a_renewal_costs_that_renewal_only(
 ) -> None:
     renewals = 0
 
-    async def renew(self: reservations.Reservations) -> None:
+    async def renew(self: Reservations) -> None:
         nonlocal renewals
         renewals += 1
         if 1 < renewals < 5:
@@ -334,7 +333,7 @@ def test_an_exception_in_a_renewal_costs_that_renewal_only(
 
     monkeypatch.setattr("p2ptrain.network.p2p.RENEW_EVERY_S", 0.05)
     monkeypatch.setattr("p2ptrain.network.p2p.REFRESH_MADDRS_S", 0.05)
-    monkeypatch.setattr(reservations.Reservations, "renew", renew)
+    monkeypatch.setattr(Reservations, "renew", renew)
     run(main)
     (logged,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
     assert "renewing reservations at relays failed; it is tried again" in logged

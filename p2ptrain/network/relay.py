@@ -26,9 +26,8 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.control import Connections, connections, open_stream
-from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
-from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, outer_of, peer_at
+from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, Outer, outer_of, peer_at
 from p2ptrain.network.socket_stream import SocketStream, receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket

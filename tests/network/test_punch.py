@@ -1,4 +1,5 @@
-"""Direct connections between two peers behind routers: when they are tried, and what a relay may make us do.
+"""Direct connections between two peers behind routers: when they are tried, and what a relay may make us do,
+and how two joined connections end.
 
 With routers: `tests/links/test_nat.py`.
 """
@@ -20,9 +21,8 @@ from hypothesis import strategies as st
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import punch
 from p2ptrain.network._hivemind import Multiaddr, PeerID
-from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import Peer, Status, StopMessage
-from p2ptrain.network.punch import DialBudget, Puncher, meeting_points, outer_of, peer_at, read_peer
+from p2ptrain.network.punch import DialBudget, Outer, Puncher, meeting_points, outer_of, peer_at, read_peer
 from p2ptrain.network.socket_stream import framed, receive_message
 from p2ptrain.protocol.wire.transport import Refusal, no_refusal
 from tests.network.local import Given, end_of, two_listening
@@ -374,5 +374,80 @@ def test_a_connection_that_p2pd_does_not_confirm_is_closed(run: Run, monkeypatch
             for listening in (far, p2pd):
                 connection, _ = await listening.accept()
                 assert await end_of(connection) == b""
+
+    run(main)
+
+
+def test_what_arrives_on_one_of_two_joined_connections_leaves_on_the_other(run: Run) -> None:
+    """From the port on which another socket listens."""
+
+    async def main() -> None:
+        async with two_listening() as (p2pd, far):
+            async with punch.joined(p2pd.getsockname(), far.getsockname()):
+                (theirs, address), (ours, _) = await far.accept(), await p2pd.accept()
+            assert address == p2pd.getsockname()
+            data = bytes(range(256)) * 8192
+            async with trio.open_nursery() as nursery:
+                for sender, receiver in ((theirs, ours), (ours, theirs)):
+                    nursery.start_soon(trio.SocketStream(sender).send_all, data)
+                    received = bytearray()
+                    while len(received) < len(data):
+                        received += await receiver.recv(65536)
+                    assert received == data
+            theirs.close()
+            assert await end_of(ours) == b""
+
+    run(main)
+
+
+@pytest.mark.parametrize("sent", [b"", b"hello"])
+def test_a_connection_that_ends_before_it_is_joined_ends_the_other(
+    run: Run, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """What it has sent still arrives."""
+
+    async def main() -> None:
+        async with two_listening() as (p2pd, far):
+            bridged = punch.from_asyncio
+
+            async def send_and_close(coroutine: Any) -> Any:
+                """After the first connection, and before the second."""
+                result = await bridged(coroutine)
+                if result is not None:
+                    monkeypatch.setattr(punch, "from_asyncio", bridged)
+                    theirs, _ = await far.accept()
+                    await theirs.send(sent)
+                    theirs.close()
+                    await trio.testing.wait_all_tasks_blocked()
+                return result
+
+            monkeypatch.setattr(punch, "from_asyncio", send_and_close)
+            async with punch.joined(p2pd.getsockname(), far.getsockname()):
+                ours, _ = await p2pd.accept()
+            assert await end_of(ours) == sent
+
+    run(main)
+
+
+def test_a_peer_that_reads_nothing_keeps_no_connection_open(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(punch, "LINGER_S", 0.0)
+        aborted = trio.Event()
+        end = punch.End()
+        end.other = Mock(abort=aborted.set)
+        end.connection_lost(None)
+        await aborted.wait()
+
+    run(main)
+
+
+def test_a_port_that_nobody_listens_on_is_a_lost_peer(run: Run) -> None:
+    async def main() -> None:
+        async with two_listening() as (p2pd, far):
+            silent = far.getsockname()
+            far.close()
+            with pytest.raises(PeerLostError, match="dialling from our own port"):
+                async with punch.joined(p2pd.getsockname(), silent):
+                    pass
 
     run(main)

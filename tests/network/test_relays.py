@@ -26,10 +26,9 @@ from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.control import ask, open_stream
 from p2ptrain.network.daemon import probe_flags, run_daemon
 from p2ptrain.network.host import Network, open_network
-from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.p2p import PROTOCOL_NAME
-from p2ptrain.network.punch import DialBudget, Puncher
+from p2ptrain.network.punch import DialBudget, Outer, Puncher
 from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay, Reservations, check_answer
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.network.socket_stream import receive_message, send_message, varint

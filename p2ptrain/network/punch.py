@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 
@@ -169,35 +170,34 @@ async def joined(listening: Outer, outer: Outer) -> AsyncIterator[End]:
         unless_done.pop_all()
 
 
-class Failures:
-    """Whom we dialled in vain in the last ten minutes."""
+class ExpiringSet:
+    """Keys, each until `ttl_s` after it was last added. Of more than `max_size`, the oldest is forgotten."""
 
-    def __init__(self) -> None:
-        self._until_s: dict[str, float] = {}
+    def __init__(self, ttl_s: float, max_size: int) -> None:
+        self._ttl_s = ttl_s
+        self._max_size = max_size
+        self._until_s: dict[str, float] = {}  # the oldest first
 
-    def note(self, peer_id: str) -> None:
-        if len(self._until_s) >= MAX_FAILED:
+    def add(self, key: str) -> None:
+        self._until_s.pop(key, None)
+        if len(self) >= self._max_size:
             del self._until_s[next(iter(self._until_s))]
-        self._until_s[peer_id] = trio.current_time() + FAILED_S
+        self._until_s[key] = trio.current_time() + self._ttl_s
 
-    def __contains__(self, peer_id: str) -> bool:
-        self._forget()
-        return peer_id in self._until_s
+    def __contains__(self, key: str) -> bool:
+        return self._until_s.get(key, -math.inf) > trio.current_time()
 
     def __len__(self) -> int:
-        self._forget()
-        return len(self._until_s)
-
-    def _forget(self) -> None:
         now = trio.current_time()
-        self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
+        self._until_s = {key: until_s for key, until_s in self._until_s.items() if until_s > now}
+        return len(self._until_s)
 
 
 class DialBudget:
     """What may be dialled for one relay, or for ourselves: how often, whom in vain, and how many joined at once."""
 
     def __init__(self) -> None:
-        self.failed = Failures()
+        self.failed = ExpiringSet(FAILED_S, MAX_FAILED)
         self._rate = TokenBucket(MAX_A_MINUTE / 60, MAX_A_MINUTE, now=0.0)
         self._joined: list[End] = []
         self._places = 0
@@ -372,7 +372,7 @@ class Puncher:
                             await trio.sleep(CONNECTED_EVERY_S)
                         budget.keep(end)
         except (PeerLostError, trio.TooSlowError) as error:
-            budget.failed.note(peer_id)
+            budget.failed.add(peer_id)
             logger.log(level, "no direct connection to %s, which is behind another router", peer_id)
             logger.debug("dialling %s at the same time: %s", peer_id, error)
         else:

@@ -27,7 +27,7 @@ from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.control import Connections, connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
-from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, Outer, outer_of, peer_at
+from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, outer_of, peer_at
 from p2ptrain.network.socket_stream import SocketStream, receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
@@ -60,6 +60,8 @@ RENEW_EVERY_S = 20.0
 RESERVE_TIMEOUT_S = 3.0
 # A peer that refused is not asked again for a while: it may be full, or not a relay.
 REFUSED_S = 120.0
+# Relays of which that is remembered; they are connected, and there are never so many (guess).
+MAX_REFUSED = 1024
 # Many libp2p programs forward 128 KiB for two minutes; that is too little for training.
 MIN_CIRCUIT_BYTES, MIN_CIRCUIT_S = 2**30, 600
 
@@ -81,7 +83,7 @@ class Relay:
         self._refusal = refusal
         self._rate = rate_mbit * BYTES_PER_MBIT
         self._in_all: TokenBucket | None = None
-        self._until_s: dict[str, float] = {}
+        self._reserved = ExpiringSet(RESERVATION_S, max_reservations)
         self._punches: dict[str, TokenBucket] = {}
         self._connections = Connections(control_path, REQUEST_TIMEOUT_S)
         self._circuits: Counter[str] = Counter()
@@ -126,7 +128,7 @@ class Relay:
                     await send_message(stream, self._reserve(stream.remote))
                 case HopMessage.CONNECT:
                     target = _target_of(request)
-                    if self._until_s.get(target, 0.0) < trio.current_time() or self._refusal(target) is not None:
+                    if target not in self._reserved or self._refusal(target) is not None:
                         await send_message(stream, _status(Status.NO_RESERVATION))
                     else:
                         await connect(stream, target)
@@ -139,11 +141,9 @@ class Relay:
             await stream.aclose()
 
     def _reserve(self, peer_id: str) -> HopMessage:
-        now = trio.current_time()
-        self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
-        if peer_id not in self._until_s and len(self._until_s) >= self._max_reservations:
+        if peer_id not in self._reserved and len(self._reserved) >= self._max_reservations:
             return _status(Status.RESERVATION_REFUSED)
-        self._until_s[peer_id] = now + RESERVATION_S
+        self._reserved.add(peer_id)
         reservation = Reservation(expire=int(time.time() + RESERVATION_S))
         return HopMessage(type=HopMessage.STATUS, status=Status.OK, reservation=reservation)
 
@@ -290,7 +290,7 @@ class Reservations:
         self._refusal = refusal
         self._told: set[str] = set()
         self._reserved: dict[str, str] = {}
-        self._refused_until_s: dict[str, float] = {}
+        self._refused = ExpiringSet(REFUSED_S, MAX_REFUSED)
 
     def relays(self) -> Collection[str]:
         """Where we have a place."""
@@ -301,8 +301,6 @@ class Reservations:
 
         Raises PeerLostError if the daemon does not answer.
         """
-        now = trio.current_time()
-        self._refused_until_s = {relay: until_s for relay, until_s in self._refused_until_s.items() if until_s > now}
         candidates = {**self._reserved, **await self._public_peers()}
         for relay in candidates:
             if (reason := self._refusal(relay)) is not None and relay not in self._told:
@@ -313,7 +311,7 @@ class Reservations:
             for relay, maddr in candidates.items():
                 if len(kept) == MAX_RELAYS:
                     break
-                refused = relay in self._refused_until_s or self._refusal(relay) is not None
+                refused = relay in self._refused or self._refusal(relay) is not None
                 if not refused and await self._is_granted(relay):
                     kept[relay] = maddr
         finally:
@@ -328,7 +326,7 @@ class Reservations:
             logger.debug("no reservation at relay %s: %s", relay, error)
             # A relay where we had one may be busy or restarting.
             if relay not in self._reserved:
-                self._refused_until_s[relay] = trio.current_time() + REFUSED_S
+                self._refused.add(relay)
             return False
         return True
 

@@ -325,7 +325,7 @@ def test_a_relay_that_is_not_ours_for_a_moment_has_the_limits_that_it_had(monkey
         relays[:] = [RELAY]
         assert await answer(ThatGoes(STRANGERS[0], relays)) == [Status.PERMISSION_DENIED]
         for count in range(1, punch.MAX_COUNTED_RELAYS):
-            puncher._for(STRANGERS[count]).failed.note(LOW)
+            puncher._for(STRANGERS[count]).failed.add(LOW)
         with pytest.raises(PeerLostError, match="16 other relays"):
             puncher._for(STRANGERS[0])
         await trio.sleep(punch.FAILED_S)

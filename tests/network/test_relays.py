@@ -461,7 +461,7 @@ def test_a_relay_with_an_allow_list_serves_its_members_and_ends_circuits_of_who_
                     allow.write_text(f"{probe_id}\n{other.peer_id}\n", encoding="utf-8")
                     while relay.access.refusal(probe_id) or relay.access.refusal(other.peer_id):
                         await trio.sleep(0.01)
-                    places._refused_until_s.clear()
+                    places._refused._until_s.clear()
                     await places.renew()
                     circuit = f"{places.maddrs[0]}/p2p/{other.peer_id}"
                     await dial(probe.control_path, other.peer_id, [circuit], 10)

@@ -1,4 +1,4 @@
-"""Dial-back requests, and the handling of honest and hostile answers."""
+"""Dial-backs of a probe: requests, and the handling of honest and hostile answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import trio
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.network._hivemind import Multiaddr
-from p2ptrain.network.dialback import DialBack, dial_back, question, read_answer
 from p2ptrain.network.libp2p_pb2 import AutoNat
+from p2ptrain.network.probe import DialBack, dial_back, question, read_answer
 from p2ptrain.network.socket_stream import framed, receive_message
 from tests.network.local import Given, open_pair
 

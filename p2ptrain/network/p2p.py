@@ -19,10 +19,10 @@ from p2ptrain.network.control import ask, identify, open_stream
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, Signatures
 from p2ptrain.network.punch import PUNCH, Puncher
-from p2ptrain.network.rate import RATE, RateCounter
 from p2ptrain.network.relay import HOP, RENEW_EVERY_S, Relay, Reservations
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.thread import from_asyncio, open_background
+from p2ptrain.network.ways import RATE, RateCounter
 from p2ptrain.protocol.wire.transport import Refusal
 
 logger = logging.getLogger(__name__)

@@ -20,15 +20,13 @@ from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, dial, explain_dial
 from p2ptrain.network.control import open_stream
 from p2ptrain.network.daemon import peer_flags, probe_flags, run_daemon
 from p2ptrain.network.dht import clock_ahead_s
-from p2ptrain.network.forward import forwarded
 from p2ptrain.network.identity import hold_identity
-from p2ptrain.network.interfaces import Interface, Way, interfaces_of, ways_to
 from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
 from p2ptrain.network.p2p import own_maddrs
-from p2ptrain.network.rate import upload_rate
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.network.socket_stream import receive_message, send_message
 from p2ptrain.network.thread import from_asyncio
+from p2ptrain.network.ways import Interface, Way, forwarded, interfaces_of, upload_rate, ways_to
 from p2ptrain.settings.link import BYTES_PER_MBIT
 from p2ptrain.settings.peer_config import NetworkConfig
 

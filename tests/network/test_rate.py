@@ -10,8 +10,8 @@ import pytest
 import trio
 import trio.testing
 
-from p2ptrain.network import rate
-from p2ptrain.network.rate import (
+from p2ptrain.network import ways
+from p2ptrain.network.ways import (
     MOST_BYTES,
     MOST_BYTES_A_MINUTE,
     MOST_S,
@@ -155,7 +155,7 @@ def test_the_rate_to_a_peer_on_this_machine(run: Run) -> None:
 def test_a_peer_that_does_not_measure_gives_no_rate(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with open_pair() as (first, second):
-            monkeypatch.setattr(rate, "RATE", "p2ptrain/rate/0")
+            monkeypatch.setattr(ways, "RATE", "p2ptrain/rate/0")
             assert await upload_rate(second.transport.control_path, first.peer_id) is None
 
     run(main)

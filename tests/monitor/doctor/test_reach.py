@@ -21,8 +21,8 @@ from p2ptrain.monitor.doctor.reach import (
     kind_of,
 )
 from p2ptrain.monitor.formatting import short_id
-from p2ptrain.network.interfaces import Interface, Way
 from p2ptrain.network.probe import DialBack, InitialPeer, Probe
+from p2ptrain.network.ways import Interface, Way
 from p2ptrain.protocol.membership.lookup import MemberInfo
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig

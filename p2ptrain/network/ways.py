@@ -48,7 +48,6 @@ OPEN_TIMEOUT_S, ANSWER_TIMEOUT_S = 3.0, MOST_S + 3.0
 _ANSWER = struct.Struct(">Q")
 PIECE_BYTES = 64 * 1024
 _ZEROS = bytes(PIECE_BYTES)
-_SIOCGIFADDR = 0x8915
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 _FAMILIES_OF_NAMES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
@@ -89,10 +88,9 @@ class Way:
 def interfaces_of(maddrs: Iterable[str]) -> list[Interface]:
     """Interfaces of this machine to other machines.
 
-    `maddrs` are the addresses that libp2p found, for systems that do not list theirs: without those that the default
-    route does not use.
+    `maddrs` are the addresses that libp2p found.
     """
-    hosts = {**dict(_named_addresses()), **dict.fromkeys(host for _, host, _ in endpoints(maddrs))}
+    hosts = dict.fromkeys([*_names_of_addresses(), *(host for _, host, _ in endpoints(maddrs))])
     return [_interface(host) for host in hosts if _can_send_from(host)]
 
 
@@ -215,33 +213,24 @@ def _can_send_from(host: str) -> bool:
 
 
 def _interface(address: str) -> Interface:
-    name = dict(_named_addresses()).get(address, "")
-    speed = _read(f"/sys/class/net/{name}/speed") if name else ""
-    return Interface(address, name, int(speed) if speed.isdecimal() and int(speed) else None)
+    name = _names_of_addresses().get(address, "")
+    try:  # Wi-Fi and virtual cards have no speed
+        mbit = int(Path(f"/sys/class/net/{name}/speed").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        mbit = 0
+    return Interface(address, name, mbit if mbit > 0 else None)
 
 
-def _named_addresses() -> Iterator[tuple[str, str]]:
-    """Addresses of this machine with the names of their interfaces, where the system tells them."""
-    if sys.platform != "linux":
-        return
-    import fcntl
+def _names_of_addresses() -> dict[str, str]:
+    """The addresses of this machine, with the names of their interfaces."""
+    import ifaddr  # which starts programs, to find the C library
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                yield socket.inet_ntoa(answer[20:24]), name
-    for line in _read("/proc/net/if_inet6").splitlines():
-        digits, *_, name = line.split()
-        yield str(ip_address(bytes.fromhex(digits))), name
-
-
-def _read(path: str) -> str:
-    """The text of a file of the system; "" where there is none. Wi-Fi and virtual cards have no speed."""
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    names = {}
+    for adapter in ifaddr.get_adapters():
+        for ip in adapter.ips:
+            # Linux names a second address as in "eth0:1".
+            names[str(ip.ip if ip.is_IPv4 else ip.ip[0])] = adapter.name.partition(":")[0]
+    return names
 
 
 def bytes_per_s(arrivals: Sequence[Arrival]) -> float | None:

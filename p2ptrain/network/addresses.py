@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.protocol.membership.reachability import is_public
+from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.run_key import without_secrets
 from p2ptrain.settings.setting import shortened
 
@@ -135,6 +136,11 @@ def hints(maddrs: Iterable[str], peer_id: str) -> list[bytes]:
         with contextlib.suppress(Exception):  # the parser raises many types
             encoded.append(_to_bytes(text.removesuffix(f"/p2p/{peer_id}")))
     return encoded
+
+
+def ways_in(config: NetworkConfig) -> tuple[str, ...]:
+    """All addresses to join through, each once."""
+    return tuple(dict.fromkeys((*config.initial_peers, *config.remembered_peers)))
 
 
 def by_peer_id(maddrs: Iterable[str]) -> dict[str, list[str]]:

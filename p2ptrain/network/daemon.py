@@ -1,28 +1,42 @@
-"""Runs the libp2p daemon (p2pd) that comes with hivemind, as a child process that ends with its owner.
+"""The libp2p daemon (p2pd) that comes with hivemind: its process, requests to it, and dialling through it.
 
-`hivemind.P2P.create` is not used: it leaves processes and sockets behind when a start fails, lets Ctrl-C in a terminal
-kill the daemon before we have left the run, and takes over SIGCHLD. Our sockets are in a private directory, so other
-users of the machine cannot control the daemon.
+It is a child process that ends with its owner. `hivemind.P2P.create` is not used: it leaves processes and sockets
+behind when a start fails, lets Ctrl-C in a terminal kill the daemon before we have left the run, and takes over
+SIGCHLD. Our sockets are in a private directory, so other users of the machine cannot control the daemon.
+
+p2pd takes requests on a unix socket, as length-prefixed protobuf: a client connects, sends a request and gets a
+response. After a STREAM_OPEN the same socket carries the stream. For an incoming stream, p2pd connects to our socket,
+names the peer, and the bytes follow. In both cases a `SocketStream` reads one message and then raw bytes.
+
+p2pd could dial the initial peers at its start, but it dials them one by one, gives no reasons for failures, and retries
+only after 15 minutes. Here all are dialled at once, within seconds, with a reason for each failure.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
 import os
+import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import trio
 
-from p2ptrain.errors import ConfigError, TransientError
+from p2ptrain.errors import ConfigError, PeerLostError, TransientError, UnreachableError
 from p2ptrain.network import launcher
-from p2ptrain.network._hivemind import cli_path
-from p2ptrain.network.thread import open_background
+from p2ptrain.network._hivemind import Multiaddr, PeerID, cli_path, p2pd_pb2
+from p2ptrain.network.addresses import by_peer_id, dialable, hints, peer_id_bytes, ways_in
+from p2ptrain.network.socket_stream import SocketStream, send_message
+from p2ptrain.network.thread import from_asyncio, open_background
+from p2ptrain.protocol.membership.reachability import relay_of
 from p2ptrain.protocol.wire.text import escaped
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -30,6 +44,23 @@ logger = logging.getLogger(__name__)
 
 # Normally milliseconds; a UPnP router that is slow to drop its port mapping can delay it.
 TERMINATE_TIMEOUT_S = 2.0
+# p2pd answers control requests within a millisecond; this is for a machine under heavy load.
+CONTROL_TIMEOUT_S = 10.0
+# libp2p gives each address 5 s; through a relay it takes longer.
+DIAL_TIMEOUT_S = 10.0
+# Once one initial peer is connected, the reachable ones follow within a round trip or two.
+STRAGGLERS_S = 0.5
+# The initial peer usually knows a peer with our identity, and then answers in milliseconds.
+FIND_TIMEOUT_S = 3.0
+# p2pd's messages about a failed dial, and their meaning; the first match counts.
+_DIAL_REASONS = (
+    (r"peer id mismatch.* key matches (\w+)", r"another peer answers there, with the id \1"),
+    (r"connection refused", "connection refused: nothing listens on that port"),
+    (r"no such host|failed to resolve|no (good )?addresses", "the host name or address cannot be resolved"),
+    (r"unreachable|no route", "there is no route to that address"),
+    (r"deadline exceeded|timeout|timed out", "no answer"),
+    (r"failed to negotiate", "the program that answers there is not a libp2p peer"),
+)
 COMMON_FLAGS = {
     "tls": "1",
     # Ends the daemon if we vanish before our first connection.
@@ -79,7 +110,7 @@ class Daemon:
 
 
 def peer_flags(config: NetworkConfig, identity_path: Path) -> dict[str, str]:
-    """p2pd's flags for a full peer. Initial peers are not among them: see `bootstrap`."""
+    """p2pd's flags for a full peer. Initial peers are not among them: see `dial_initial_peers`."""
     return {
         "id": str(identity_path),
         "hostAddrs": ",".join(config.host_maddrs),
@@ -145,9 +176,14 @@ def _spawn(flags: dict[str, str]) -> subprocess.Popen[bytes]:
     environment = {"GOLOG_LOG_LEVEL": "error", **os.environ}
     try:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            env=environment,
+            start_new_session=True,
+        )
     except OSError as error:
         raise ConfigError(
             f"the libp2p daemon {command[0]} cannot be started ({error.strerror}); reinstall hivemind for this machine"
@@ -165,3 +201,193 @@ async def _end(daemon: Daemon) -> None:
             with trio.move_on_after(TERMINATE_TIMEOUT_S):
                 while process.poll() is None:
                     await trio.sleep(0.005)
+
+
+def identify(stream: SocketStream, info: Any) -> None:
+    """Write remote and relay of p2pd's StreamInfo into a stream."""
+    stream.remote, stream.relay = PeerID(info.peer).to_base58(), relay_of(maddr_text(info.addr))
+
+
+async def ask(control_path: str, request: Any, timeout_s: float) -> Any:
+    """Send a `p2pd_pb2.Request` on a new connection, and return the `p2pd_pb2.Response`.
+
+    Raises PeerLostError if p2pd is gone, reports a failure, or does not answer in time.
+    """
+    response, socket = await _ask(control_path, request, timeout_s)
+    socket.fail("done")
+    return response
+
+
+async def _ask(
+    control_path: str, request: Any, timeout_s: float, among: set[SocketStream] | None = None
+) -> tuple[Any, SocketStream]:
+    """As `ask`; also returns the socket, which carries the stream after a STREAM_OPEN. The caller closes it."""
+    loop = asyncio.get_running_loop()
+    with trio.move_on_after(timeout_s):
+        try:
+            connecting = loop.create_unix_connection(lambda: SocketStream(among=among), control_path)  # type: ignore[type-var]
+            _, socket = await from_asyncio(connecting)
+        except OSError as error:
+            raise PeerLostError(f"the libp2p daemon does not answer: {error}") from None
+        try:
+            await send_message(socket, request)
+            response = p2pd_pb2.Response.FromString(await socket.first_message())
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise PeerLostError(escaped(response.error.msg))
+        except BaseException:
+            socket.fail("the request failed")
+            raise
+        return response, socket
+    raise PeerLostError(f"timeout: no answer within {timeout_s:g} s")
+
+
+async def open_stream(
+    control_path: str, peer_id: str, protocol: str, timeout_s: float, *, among: set[SocketStream] | None = None
+) -> SocketStream:
+    """Open a stream to a peer that p2pd is connected to or has an address of. The caller closes it.
+
+    `among`: as of `SocketStream`.
+
+    Raises PeerLostError if the peer cannot be reached in time, or does not speak the protocol.
+    """
+    opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol], timeout=math.ceil(timeout_s))
+    request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
+    response, stream = await _ask(control_path, request, timeout_s, among)
+    identify(stream, response.streamInfo)
+    return stream
+
+
+async def connections(control_path: str, timeout_s: float) -> list[tuple[str, str]]:
+    """All connections of p2pd: peer ids, and the multiaddrs of the other ends. Raises PeerLostError.
+
+    The multiaddr is empty if hivemind's parser does not know its type.
+    """
+    response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), timeout_s)
+    return [(PeerID(info.id).to_base58(), maddr_text(info.addrs[0])) for info in response.peers]
+
+
+async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiaddr] = ()) -> list[str]:
+    """The daemon's own and relayed addresses, loopback last. Raises PeerLostError."""
+    response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), CONTROL_TIMEOUT_S)
+    found = []
+    for address in response.identify.addrs:
+        with contextlib.suppress(Exception):  # an address type that hivemind's parser does not know
+            found.append(Multiaddr(address))
+    return dialable([*found, *relayed], peer_id)
+
+
+async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
+    """Have p2pd connect to a peer, if it is not connected yet. Raises PeerLostError if it cannot be reached in time.
+
+    Malformed addresses in `maddrs` are ignored. If it is empty, libp2p's own DHT is asked.
+    """
+    connecting = p2pd_pb2.ConnectRequest(
+        peer=peer_id_bytes(peer_id), addrs=hints(maddrs, peer_id), timeout=math.ceil(timeout_s)
+    )
+    await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connecting), timeout_s)
+
+
+def explain_dial(message: str) -> str:
+    """Translate p2pd's message about a failed dial into a few words."""
+    for pattern, reason in _DIAL_REASONS:
+        if match := re.search(pattern, message):
+            return match.expand(reason)
+    return message.strip().rpartition("\n")[2]
+
+
+async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) -> list[str]:
+    """Connect to all initial peers at once; return the connected ids shortly after the first connection.
+
+    Raises UnreachableError if none can be reached. The message gives the reason for each. Takes at most 10 s.
+    """
+    addresses = by_peer_id(initial_peers)
+    connected: list[str] = []
+    failures: dict[str, str] = {}
+
+    async def attempt(peer_id: str, scope: trio.CancelScope) -> None:
+        try:
+            await dial(control_path, peer_id, addresses[peer_id], DIAL_TIMEOUT_S)
+        except PeerLostError as error:
+            failures[", ".join(addresses[peer_id])] = str(error)
+        else:
+            connected.append(peer_id)
+            scope.deadline = min(scope.deadline, trio.current_time() + STRAGGLERS_S)
+
+    async with trio.open_nursery() as nursery:
+        for peer_id in addresses:
+            nursery.start_soon(attempt, peer_id, nursery.cancel_scope)
+    if addresses and not connected:
+        found = "; ".join(f"{maddr} ({explain_dial(message)})" for maddr, message in failures.items())
+        raise UnreachableError(
+            f"no initial peer can be reached: {found}. Check that the peer is running, that address and port are "
+            "those that it printed, and that no firewall blocks the connection"
+        )
+    return connected
+
+
+async def refuse_taken_identity(
+    config: NetworkConfig, peer_id: str, directory: Path, *, own: tuple[str, ...], ask_others: bool
+) -> None:
+    """Check that no other peer in the network uses our identity.
+
+    Two peers with one identity break each other's connections. The check takes 0.3 s and a second daemon with a
+    temporary identity, because a libp2p peer cannot look itself up. `own` are initial peers with our own id, where no
+    peer should answer. `ask_others`: whether to ask the other initial peers.
+
+    Raises:
+        ConfigError: another peer uses the identity.
+        UnreachableError: no initial peer can be reached.
+    """
+    async with run_daemon(probe_flags(), directory / "probe.sock", config.startup_timeout_s) as daemon:
+        taken = bool(own) and await _is_reachable(daemon.control_path, peer_id, list(own))
+        if not taken and ask_others and ways_in(config):
+            await dial_initial_peers(daemon.control_path, ways_in(config))
+            taken = await _is_reachable(daemon.control_path, peer_id, [])
+    if taken:
+        raise ConfigError(
+            f"identity {config.identity} is already taken by a peer in this network ({peer_id}); stop that peer, "
+            "or give each peer its own identity file"
+        )
+
+
+async def _is_reachable(control_path: str, peer_id: str, maddrs: list[str]) -> bool:
+    with trio.move_on_after(FIND_TIMEOUT_S):
+        while True:
+            try:
+                await dial(control_path, peer_id, maddrs, FIND_TIMEOUT_S)
+            except PeerLostError as error:
+                # libp2p's DHT learns of its first peer shortly after the connection.
+                if "failed to find any peer in table" not in str(error):
+                    return False
+                await trio.sleep(0.02)
+            else:
+                return True
+    return False
+
+
+def maddr_text(maddr: bytes) -> str:
+    """A multiaddr of p2pd as text; empty if hivemind's parser does not know its type."""
+    with contextlib.suppress(Exception):  # it raises many types
+        return str(Multiaddr(maddr))
+    return ""
+
+
+class Connections:
+    """The connections of p2pd, listed once for all who ask within a while. Listing takes half a millisecond."""
+
+    def __init__(self, control_path: str, timeout_s: float) -> None:
+        self._control_path = control_path
+        self._timeout_s = timeout_s
+        self._listed_s = -math.inf
+        self._found: list[tuple[str, str]] = []
+        self._lock = trio.Lock()
+
+    async def listed(self, most_s: float) -> list[tuple[str, str]]:
+        """As `connections`, from a list that is at most so old. Raises PeerLostError."""
+        asked_s = trio.current_time()
+        async with self._lock:
+            if asked_s - self._listed_s > most_s:
+                began_s = trio.current_time()
+                self._found = await connections(self._control_path, self._timeout_s)
+                self._listed_s = began_s
+            return self._found

@@ -19,9 +19,8 @@ import trio
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
 from p2ptrain.network import _hivemind as hivemind
-from p2ptrain.network.addresses import by_peer_id
-from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial, ways_in
-from p2ptrain.network.daemon import Daemon
+from p2ptrain.network.addresses import by_peer_id, ways_in
+from p2ptrain.network.daemon import DIAL_TIMEOUT_S, Daemon, connections, dial
 from p2ptrain.network.identity import Identity, is_allowed, peer_id_of
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.settings.peer_config import NetworkConfig
@@ -338,7 +337,7 @@ async def _stay_joined(node: hivemind.DHTNode, control_path: str) -> None:
         alone = not node.protocol.routing_table.uid_to_peer_id
         if alone:
             with errors.containing("rejoining the DHT"), contextlib.suppress(PeerLostError):
-                for peer_id in await connected_peers(control_path):
+                for peer_id in dict(await connections(control_path, DIAL_TIMEOUT_S)):
                     with errors.containing("rejoining the DHT"):
                         await from_asyncio(node.protocol.call_ping(hivemind.PeerID.from_base58(peer_id)))
         await trio.sleep(ALONE_INTERVAL_S if alone else REJOIN_INTERVAL_S)

@@ -18,9 +18,9 @@ import trio
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import ConfigError, PeerLostError, TransientError
 from p2ptrain.network import addresses
-from p2ptrain.network.bootstrap import dial_initial_peers, refuse_taken_identity, ways_in
+from p2ptrain.network.addresses import ways_in
 from p2ptrain.network.bulk import TlsBulk
-from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
+from p2ptrain.network.daemon import Daemon, dial_initial_peers, peer_flags, refuse_taken_identity, run_daemon
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity, hold_identity
 from p2ptrain.network.last_ports import keep_ports, on_last_ports
@@ -187,7 +187,7 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
             remembered_peers=tuple(m for m in config.remembered_peers if not m.endswith(f"/p2p/{identity.peer_id}")),
         )
         if (own or (ways_in(config) and not alone)) and not identity.is_new:
-            await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask=not alone)
+            await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask_others=not alone)
         network = Network(config, identity, scratch, access, alone=alone)
         bulk = network.bulk.listening() if network.bulk is not None else contextlib.nullcontext()
         async with network.transport.listening(), bulk, open_background() as background:

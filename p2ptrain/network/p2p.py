@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import trio
@@ -13,10 +13,8 @@ import trio
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, p2pd_pb2
-from p2ptrain.network.addresses import dialable, peer_id_bytes
-from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.control import ask, identify, open_stream
-from p2ptrain.network.daemon import Daemon
+from p2ptrain.network.addresses import peer_id_bytes
+from p2ptrain.network.daemon import CONTROL_TIMEOUT_S, Daemon, ask, dial, identify, open_stream, own_maddrs
 from p2ptrain.network.identity import Identity, Signatures
 from p2ptrain.network.punch import PUNCH, Puncher
 from p2ptrain.network.relay import HOP, RENEW_EVERY_S, Relay, Reservations
@@ -30,8 +28,6 @@ logger = logging.getLogger(__name__)
 PROTOCOL_NAME = "p2ptrain/1"
 # Dialling through two NATs takes seconds; a peer that takes longer than this counts as lost.
 OPEN_TIMEOUT_S = 10.0
-# p2pd answers control requests within a millisecond; this is for a machine under heavy load.
-CONTROL_TIMEOUT_S = 10.0
 # Incoming streams that are not accepted yet; more are refused.
 ACCEPT_QUEUE = 64
 # How long streams may take to pass their last bytes to p2pd when we leave.
@@ -227,13 +223,3 @@ class LibP2P:
         await daemon.exited.wait()
         self._go_offline()
         self._break_streams("the libp2p daemon has died")
-
-
-async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiaddr] = ()) -> list[str]:
-    """The daemon's own and relayed addresses, loopback last. Raises PeerLostError."""
-    response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), CONTROL_TIMEOUT_S)
-    found = []
-    for address in response.identify.addrs:
-        with contextlib.suppress(Exception):  # an address type that hivemind's parser does not know
-            found.append(Multiaddr(address))
-    return dialable([*found, *relayed], peer_id)

@@ -16,13 +16,19 @@ import trio
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.network._hivemind import P2P, Multiaddr
 from p2ptrain.network.addresses import by_peer_id, check_initial_peers, hints, peer_id_bytes
-from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, dial, explain_dial
-from p2ptrain.network.control import open_stream
-from p2ptrain.network.daemon import peer_flags, probe_flags, run_daemon
+from p2ptrain.network.daemon import (
+    DIAL_TIMEOUT_S,
+    dial,
+    explain_dial,
+    open_stream,
+    own_maddrs,
+    peer_flags,
+    probe_flags,
+    run_daemon,
+)
 from p2ptrain.network.dht import clock_ahead_s
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
-from p2ptrain.network.p2p import own_maddrs
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.network.socket_stream import receive_message, send_message
 from p2ptrain.network.thread import from_asyncio

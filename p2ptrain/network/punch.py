@@ -29,8 +29,7 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.control import Connections, open_stream
+from p2ptrain.network.daemon import Connections, dial, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
 from p2ptrain.network.socket_stream import LINGER_S, SocketStream, receive_message, send_message
 from p2ptrain.network.thread import from_asyncio

@@ -25,7 +25,7 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.control import Connections, connections, open_stream
+from p2ptrain.network.daemon import Connections, connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, outer_of, peer_at
 from p2ptrain.network.socket_stream import SocketStream, receive_message, send_message

@@ -1,7 +1,7 @@
 """A stream over a socket of the event loop, and protobuf messages on streams.
 
 The socket is one to libp2p's daemon (p2pd), which carries one of libp2p's streams, or has TLS. p2pd's connections begin
-with one message, and raw bytes follow (`control`). Messages have a length prefix, as p2pd and libp2p's own protocols
+with one message, and raw bytes follow (`daemon`). Messages have a length prefix, as p2pd and libp2p's own protocols
 frame them; such protocols are circuit relay v2 (`relay`) and AutoNAT (`probe`).
 
 Unlike hivemind's StreamReader, bytes go from the event loop's callback into a bounded buffer that wakes the trio task:

@@ -26,7 +26,7 @@ import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.control import open_stream
+from p2ptrain.network.daemon import open_stream
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.thread import open_background
 from p2ptrain.protocol.token_bucket import TokenBucket

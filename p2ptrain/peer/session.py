@@ -17,8 +17,7 @@ import trio
 
 from p2ptrain.errors import TransientError
 from p2ptrain.network import lan
-from p2ptrain.network.addresses import by_peer_id
-from p2ptrain.network.bootstrap import ways_in
+from p2ptrain.network.addresses import by_peer_id, ways_in
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.model_layout import ModelParts

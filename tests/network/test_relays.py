@@ -19,12 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import control, libp2p_pb2
+from p2ptrain.network import daemon, libp2p_pb2
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
-from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.control import ask, open_stream
-from p2ptrain.network.daemon import probe_flags, run_daemon
+from p2ptrain.network.daemon import ask, dial, open_stream, probe_flags, run_daemon
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.p2p import PROTOCOL_NAME
@@ -271,7 +269,7 @@ def test_a_relay_lists_connections_once_a_second_and_again_for_a_newcomer(monkey
         await relay._outer_addresses("a", "b")
         assert lists == 3
 
-    monkeypatch.setattr(control, "connections", connections)
+    monkeypatch.setattr(daemon, "connections", connections)
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 

@@ -97,7 +97,7 @@ def test_one_that_hangs_is_ended_and_replaced(run: Run, monkeypatch: pytest.Monk
     async def main() -> None:
         async with open_network(config()) as other, network_and_pid(other) as (network, pid):
             seen = Seen(network)
-            monkeypatch.setattr(p2p, "CONTROL_TIMEOUT_S", 0.5)
+            monkeypatch.setattr(daemon, "CONTROL_TIMEOUT_S", 0.5)
             os.kill(pid, signal.SIGSTOP)
             await seen.until("died")
             monkeypatch.undo()

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from p2ptrain.network import launcher
-from p2ptrain.network.scratch import remove_leftovers
+from p2ptrain.network.leftovers import killed_with_us, remove_leftovers
 from p2ptrain.protocol.event_log.events import Event
 from p2ptrain.settings.setting import ENV_PREFIX
 
@@ -108,11 +107,7 @@ def running_processes() -> Iterator[list[Process]]:
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    command = [sys.executable, "-m", "p2ptrain", *arguments]
-    if sys.platform == "linux":
-        # The launcher ends the process if we are killed.
-        return [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
-    return command
+    return killed_with_us([sys.executable, "-m", "p2ptrain", *arguments])
 
 
 def _environment() -> dict[str, str]:

@@ -21,7 +21,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +30,9 @@ from typing import Any
 import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError, TransientError, UnreachableError
-from p2ptrain.network import launcher
 from p2ptrain.network._hivemind import Multiaddr, PeerID, cli_path, p2pd_pb2
 from p2ptrain.network.addresses import by_peer_id, dialable, hints, peer_id_bytes, ways_in
+from p2ptrain.network.leftovers import killed_with_us
 from p2ptrain.network.socket_stream import SocketStream, send_message
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.protocol.membership.reachability import relay_of
@@ -171,12 +170,10 @@ def _spawn(flags: dict[str, str]) -> subprocess.Popen[bytes]:
     network thread, not on a worker thread.
     """
     command = [str(Path(cli_path[0]) / "p2pd"), *(f"-{name}={value}" for name, value in flags.items() if value)]
-    if sys.platform == "linux" and sys.executable:
-        command = [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
     environment = {"GOLOG_LOG_LEVEL": "error", **os.environ}
     try:
         return subprocess.Popen(
-            command,
+            killed_with_us(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

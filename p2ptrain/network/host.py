@@ -24,8 +24,8 @@ from p2ptrain.network.daemon import Daemon, dial_initial_peers, peer_flags, refu
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity, hold_identity
 from p2ptrain.network.last_ports import keep_ports, on_last_ports
+from p2ptrain.network.leftovers import scratch_directory
 from p2ptrain.network.p2p import LibP2P
-from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.network.thread import open_background
 from p2ptrain.protocol.restarts import Restarts
 from p2ptrain.settings.access import Access

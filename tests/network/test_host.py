@@ -18,8 +18,9 @@ import pytest
 import trio
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.network import daemon, launcher
+from p2ptrain.network import daemon
 from p2ptrain.network.host import open_network
+from p2ptrain.network.leftovers import killed_with_us
 from p2ptrain.settings.peer_config import NetworkConfig
 from tests.network.local import config, daemons_of, is_running, keep_open, open_pair
 
@@ -389,26 +390,27 @@ def test_peer_that_nobody_closed_closes_itself_at_exit(start_peer: Any, sockets:
     assert list(sockets.iterdir()) == []
 
 
-def test_launcher_gives_up_when_the_peer_is_already_gone(tmp_path: Path) -> None:
-    script = tmp_path / "touch.sh"
-    script.write_text("#!/bin/sh\ntouch started\n")
-    script.chmod(0o755)
-    not_our_pid = os.getpid() + 1
-    for parent, started in ((not_our_pid, False), (os.getpid(), True)):
-        command = [sys.executable, "-I", "-S", launcher.__file__, str(parent), str(script)]
-        subprocess.run(command, cwd=tmp_path, check=True)
-        assert (tmp_path / "started").exists() is started
+if sys.platform == "linux":  # the kernel of no other system kills them
 
+    def test_a_process_to_be_killed_with_a_peer_that_is_already_gone_starts_nothing(tmp_path: Path) -> None:
+        script = tmp_path / "touch.sh"
+        script.write_text("#!/bin/sh\ntouch started\n")
+        script.chmod(0o755)
+        not_our_pid = os.getpid() + 1
+        for parent, started in ((not_our_pid, False), (os.getpid(), True)):
+            command = killed_with_us([str(script)])
+            command[command.index(str(os.getpid()))] = str(parent)
+            subprocess.run(command, cwd=tmp_path, check=True)
+            assert (tmp_path / "started").exists() is started
 
-if sys.platform == "linux":  # the launcher is for Linux alone
-
-    def test_launcher_makes_its_command_die_with_the_peer(tmp_path: Path) -> None:
+    def test_a_process_is_killed_with_the_peer(tmp_path: Path) -> None:
         # p2pd also ends when its last client is gone, but not during its start.
         script = tmp_path / "peer.py"
-        script.write_text(f"""
-import os, subprocess, sys
-launch = [sys.executable, "-I", "-S", {launcher.__file__!r}, str(os.getpid())]
-child = subprocess.Popen([*launch, "/bin/sh", "-c", "echo started; sleep 60"], stdout=subprocess.PIPE)
+        script.write_text("""
+import subprocess
+from p2ptrain.network.leftovers import killed_with_us
+command = killed_with_us(["/bin/sh", "-c", "echo started; sleep 60"])
+child = subprocess.Popen(command, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 child.wait()

@@ -1,7 +1,8 @@
-"""A running peer's private directory, for its sockets and the key of a temporary identity.
+"""Keeps a killed process from leaving something behind: its directory, and the processes that it has started.
 
-A killed process leaves its directory behind. The lock file in it is released with the process, so the next peer on
-this machine can tell that the directory may be removed.
+A peer has a private directory, for its sockets and the key of a temporary identity. The lock file in it is released
+with the process, so the next peer on this machine can tell that the directory may be removed. Processes are killed by
+the kernel, on Linux.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
@@ -20,6 +22,22 @@ from p2ptrain.errors import ConfigError
 MAX_PARENT_LENGTH = 64
 PREFIX = "p2ptrain-"
 LOCK = "lock"
+# Run by a bare interpreter, because Python code between fork and exec can hang in a process with many threads.
+# Arguments: its parent's pid, and a command.
+_KILLED_WITH_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def killed_with_us(command: Sequence[str]) -> list[str]:
+    """A command whose process Linux kills when the thread that starts it ends, however that ends."""
+    if sys.platform != "linux" or not sys.executable:
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _KILLED_WITH_PARENT, str(os.getpid()), *command]
 
 
 @contextlib.contextmanager

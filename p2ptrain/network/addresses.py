@@ -1,4 +1,4 @@
-"""Multiaddrs: checks of those that the user gives, and conversions for p2pd and other peers."""
+"""Multiaddrs: checks of those that the user gives, conversions for p2pd and other peers, and the ports used last."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import errno
 import functools
 import ipaddress
 import itertools
+import logging
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.protocol.membership.reachability import is_public
+from p2ptrain.settings.files import read_text, write_whole
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.run_key import without_secrets
 from p2ptrain.settings.setting import shortened
+
+logger = logging.getLogger(__name__)
 
 # A machine with many interfaces reports about ten; each costs up to a 5 s dial.
 MAX_HINTS = 16
@@ -129,6 +134,36 @@ def with_ports_of(host_maddrs: Iterable[str], found: Iterable[str]) -> tuple[str
     return tuple(map(fixed, host_maddrs))
 
 
+def on_last_ports(host_maddrs: tuple[str, ...], identity: Path) -> tuple[str, ...]:
+    """Return the addresses to listen on, with port 0 replaced by the port used last if this machine can listen there.
+
+    Other peers remember this one under that port; if all peers of a run came back on new ports, none would find
+    another. `identity`: the identity file of the peer, beside which the ports are kept.
+    """
+    try:
+        found = read_text(_ports_file(identity)).splitlines()
+    except (OSError, UnicodeDecodeError):
+        return host_maddrs
+
+    def available(host_maddr: str) -> str:
+        (last,) = with_ports_of([host_maddr], found)
+        try:
+            check_host_maddrs([last])
+        except ConfigError:
+            return host_maddr
+        return last
+
+    return tuple(map(available, host_maddrs))
+
+
+def keep_ports(maddrs: Iterable[str], identity: Path) -> None:
+    """Write the addresses that a peer listens on. A directory that cannot be written is no error."""
+    try:
+        write_whole(_ports_file(identity), "".join(f"{maddr}\n" for maddr in maddrs).encode())
+    except OSError as error:
+        logger.debug("the ports of %s cannot be kept: %s", identity, error)
+
+
 def hints(maddrs: Iterable[str], peer_id: str) -> list[bytes]:
     """Untrusted addresses of a peer in p2pd's binary form: at most 16, without malformed ones."""
     encoded = []
@@ -154,6 +189,10 @@ def by_peer_id(maddrs: Iterable[str]) -> dict[str, list[str]]:
 def peer_id_bytes(peer_id: str) -> bytes:
     """A base58 peer id in p2pd's binary form. Raises ValueError."""
     return bytes(PeerID.from_base58(peer_id).to_bytes())
+
+
+def _ports_file(identity: Path) -> Path:
+    return identity.with_name(f"{identity.name}.ports")
 
 
 def _to_bytes(maddr: str) -> bytes:

@@ -20,7 +20,7 @@ from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import ConfigError, PeerLostError, TransientError
 from p2ptrain.network import addresses
 from p2ptrain.network._hivemind import Multiaddr, p2pd_pb2
-from p2ptrain.network.addresses import peer_id_bytes, ways_in
+from p2ptrain.network.addresses import keep_ports, on_last_ports, peer_id_bytes, ways_in
 from p2ptrain.network.bulk import TlsBulk
 from p2ptrain.network.daemon import (
     CONTROL_TIMEOUT_S,
@@ -37,7 +37,6 @@ from p2ptrain.network.daemon import (
 )
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity, Signatures, hold_identity
-from p2ptrain.network.last_ports import keep_ports, on_last_ports
 from p2ptrain.network.leftovers import scratch_directory
 from p2ptrain.network.punch import PUNCH, Puncher
 from p2ptrain.network.relay import HOP, RENEW_EVERY_S, Relay, Reservations

@@ -199,11 +199,17 @@ def record_of(announcement: Announcement) -> dict[str, str] | None:
         return {"v": "1", "key": "1"}
     hosts = [address.rpartition("/p2p/")[0] for address in announcement.addresses]
     record = {
-        "v": "1", "key": "0", "run": announcement.run_id, "model": announcement.model,
-        "params": str(announcement.parameters), "peers": str(announcement.peers), "step": str(announcement.step),
-        "founder": announcement.founder, "id": announcement.peer_id,
+        "v": "1",
+        "key": "0",
+        "run": announcement.run_id,
+        "model": announcement.model,
+        "params": str(announcement.parameters),
+        "peers": str(announcement.peers),
+        "step": str(announcement.step),
+        "founder": announcement.founder,
+        "id": announcement.peer_id,
         **{f"a{number}": host for number, host in enumerate(hosts)},
-    }  # fmt: skip
+    }
     return record if all(len(value.encode()) <= MAX_VALUE_BYTES for value in record.values()) else None
 
 
@@ -235,11 +241,15 @@ def _parse(texts: dict[bytes, str]) -> Announcement:
     if not addresses or not all(map(_is_local_maddr, addresses)):
         raise ValueError("addresses")
     return Announcement(
-        run_id=run_id, model=shown(texts[b"model"], MAX_MODEL_CHARS), founder=founder, peer_id=peer_id,
-        parameters=_number(texts[b"params"], MAX_PARAMETERS), peers=_number(texts[b"peers"], MAX_PEERS),
+        run_id=run_id,
+        model=shown(texts[b"model"], MAX_MODEL_CHARS),
+        founder=founder,
+        peer_id=peer_id,
+        parameters=_number(texts[b"params"], MAX_PARAMETERS),
+        peers=_number(texts[b"peers"], MAX_PEERS),
         step=_number(texts[b"step"], MAX_STEP),
         addresses=tuple(f"{address}/p2p/{peer_id}" for address in addresses),
-    )  # fmt: skip
+    )
 
 
 def _number(text: str, most: int) -> int:
@@ -337,9 +347,13 @@ async def _announce(describe: Callable[[], Announcement], host_maddrs: Sequence[
             record = record_of(describe())
             if record is not None and record != told:
                 info = AsyncServiceInfo(  # the port is required and not used: the record has whole addresses
-                    SERVICE, f"{name}.{SERVICE}", port=9, properties=record, server=f"{name}.local.",
+                    SERVICE,
+                    f"{name}.{SERVICE}",
+                    port=9,
+                    properties=record,
+                    server=f"{name}.local.",
                     parsed_addresses=list(hosts),
-                )  # fmt: skip
+                )
                 change = zeroconf.async_update_service if told else zeroconf.async_register_service
                 await (await change(info))
                 told = record

@@ -38,7 +38,7 @@ from p2ptrain.protocol.rounds.events import (
     Send,
     Tick,
 )
-from p2ptrain.protocol.rounds.quorum import is_quorum
+from p2ptrain.protocol.rounds.proof import is_quorum
 from p2ptrain.protocol.rounds.round_state import Limits, State
 from p2ptrain.protocol.wire.messages import Abort, Attempt, Commit, Head, Join, Record, Refuse, Withdraw
 from tests.protocol.renaming import Renaming, renamed

@@ -34,7 +34,7 @@ from p2ptrain.protocol.rounds.events import (
     Send,
     Tick,
 )
-from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, voters_of
+from p2ptrain.protocol.rounds.proof import MAX_VOTERS, is_quorum, voters_of
 from p2ptrain.protocol.rounds.record import check_company, expected
 from p2ptrain.protocol.rounds.round_state import (
     MAX_COUNTERS_AHEAD,

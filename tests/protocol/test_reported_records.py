@@ -20,7 +20,7 @@ from p2ptrain.protocol.rounds.events import Held
 from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import blob_digest
-from p2ptrain.protocol.rounds.quorum import Voter
+from p2ptrain.protocol.rounds.proof import Voter
 from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Ready, Record
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all

@@ -3,11 +3,10 @@
 It has three parts:
 
 - **Decisions** are pure. `consensus` is single-decree Paxos for each (lineage, round): `step(state, event, now)`
-  returns the new state and a list of effects (`events`); `quorum` defines voters and quorums. `policy` decides who is
-  in the mean, with which weight, and who averages; `checks` refuses impossible claims; `record` builds the record;
-  `schedule` decides when we are due and who leads; `timeouts` how long to wait; `lineage` when the voters are gone for
-  good; `recent` whose fragments are merged. `proof` says what peers sign; `head_votes` collects the signatures under
-  our head, and `history` decides whose lineage continues when two meet.
+  returns the new state and a list of effects (`events`). `policy` decides who is in the mean, with which weight, and
+  who averages; `checks` refuses impossible claims; `record` builds the record; `schedule` decides when we are due and
+  who leads; `timeouts` how long to wait; `lineage` when the voters are gone for good; `recent` whose fragments are
+  merged. `proof` says who votes and what peers sign, and `history` decides whose lineage continues when two meet.
 - **Averaging** is a strategy: `averaging` has the interface and one file per strategy. The consensus does not depend
   on it.
 - **The driver** connects both to links, clock and training thread. `driver` has the head, and acts when it is time.

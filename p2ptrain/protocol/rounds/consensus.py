@@ -26,19 +26,30 @@ signatures it has checked (`proof`).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import msgspec
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import events as ev
-from p2ptrain.protocol.rounds.quorum import is_quorum, unfinished
+from p2ptrain.protocol.rounds.proof import Voter, is_quorum
 from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
 Result = tuple[State, tuple[ev.Effect, ...]]
 Joins = tuple[tuple[PeerId, m.Join], ...]
+
+
+def unfinished(joins: Joins, voters: Collection[Voter]) -> m.Record | None:
+    """The accepted record of the highest attempt: it may have been committed, and must be proposed unchanged."""
+    held = [
+        (join.ready_attempt, join.ready)
+        for peer, join in joins
+        if (peer, join.incarnation) in voters and join.ready_attempt is not None and join.ready is not None
+    ]
+    return max(held, key=lambda pair: pair[0])[1] if held else None
 
 
 def heeded(state: State, joins: Joins) -> Joins:

@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from p2ptrain.protocol.rounds.quorum import Voter
+from p2ptrain.protocol.rounds.proof import Voter
 from p2ptrain.protocol.wire.messages import Head
 
 # Blocks [start, stop) and the squared norm of the mean there.

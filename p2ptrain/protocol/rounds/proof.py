@@ -1,4 +1,6 @@
-"""What peers sign, and the check that a quorum has signed. Pure.
+"""Voters, quorums, and what peers sign so that others need not trust them. Pure.
+
+The contributors of a round are the voters of the next one.
 
 | signed | by | proves |
 |---|---|---|
@@ -9,18 +11,56 @@
 Every statement names its kind and the run digest, so no signature is valid for anything else. A signature says what its
 owner claimed, not that it is true: whoever owns a quorum of the voters can prove anything
 (docs/understand/security.md).
+
+Each voter signs the head that it has when a round has landed, and sends that to all (Landed). So a joiner need not
+trust its donor: `HeadVotes` passes on the signatures of a quorum of the voters under this state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.quorum import Voter, is_quorum, voters_of
-from p2ptrain.protocol.wire.messages import Commit, Founding, Head, Landed, Ready, SignedHead, Vote
-from p2ptrain.protocol.wire.transport import Signer
+from p2ptrain.protocol.wire.messages import (
+    MAX_VOTERS,
+    Commit,
+    Founding,
+    Head,
+    Landed,
+    Ready,
+    Record,
+    SignedHead,
+    Vote,
+)
+from p2ptrain.protocol.wire.transport import PeerId, Signer
+
+# Peers whose Landed for another head is kept until we have that head: as many as can be linked.
+MAX_EARLY = 256
+
+Voter = tuple[PeerId, str]
+
+
+def voters_of(record: Record) -> tuple[Voter, ...]:
+    """The voters of the next round: the contributors in the record's order. A peer that is listed twice votes once.
+
+    Of more than `MAX_VOTERS` a hash chooses that nobody knows before the round's parent, so that no choice of a peer id
+    makes its owner a voter of each round.
+    """
+    first = {c.peer_id: c.incarnation for c in reversed(record.contributors)}
+    listed = list(dict.fromkeys(c.peer_id for c in record.contributors))
+    if len(listed) > MAX_VOTERS:
+        key = record.parent_hash.encode()[:64]
+        listed.sort(key=lambda peer: hashlib.blake2b(peer.encode(), key=key, digest_size=8).digest())
+    return tuple((peer, first[peer]) for peer in listed[:MAX_VOTERS])
+
+
+def is_quorum(present: Collection[Voter], voters: Sequence[Voter]) -> bool:
+    """Whether `present` has more than half of the voters, or half with the first. Any two quorums share a voter."""
+    count = sum(voter in present for voter in voters)
+    return 2 * count > len(voters) or (2 * count == len(voters) > 0 and voters[0] in present)
 
 
 def _statement(kind: str, digest: str, *fields: object) -> bytes:
@@ -131,3 +171,53 @@ class Prover:
                 raise WireError(f"{what} with a wrong signature of {vote.peer_id[:60]!r}")
         if named:
             raise WireError(f"{what} with votes of others than its voters")
+
+
+class HeadVotes:
+    """Collects the votes for the current head of one peer."""
+
+    def __init__(self, prover: Prover, own: Voter) -> None:
+        self._prover = prover
+        self._own = own
+        self._head: Head | None = None
+        self._votes: dict[Voter, Vote] = {}
+        self._early: dict[PeerId, Landed] = {}
+
+    def begin(self, head: Head, votes: Sequence[Vote]) -> Landed | None:
+        """Collect votes for this head, beginning with those that came with it.
+
+        Returns our own, to be sent; None if we are not a voter of this head, so that nobody would count it.
+        """
+        self._head = head
+        self._votes = {(vote.peer_id, vote.incarnation): vote for vote in votes}
+        early, self._early = self._early, {}
+        for sender, landed in early.items():
+            self.note(sender, landed)
+        return self._prover.landed(head) if self._own in head.voters else None
+
+    def note(self, sender: PeerId, landed: Landed) -> None:
+        """Count a Landed that one of our head's voters signed for it. One for another head is kept for later."""
+        head = self._head
+        if head is None or (landed.lineage, landed.round) != (head.lineage, head.round):
+            if sender in self._early or len(self._early) < MAX_EARLY:
+                self._early[sender] = landed
+            return
+        if (sender, landed.incarnation) not in self._votes:
+            vote = self._prover.vote_of(sender, landed, head)
+            if vote is not None:
+                self._votes[sender, landed.incarnation] = vote
+
+    def note_lost(self, sender: PeerId) -> None:
+        """The link to a peer broke: forget what it sent too early."""
+        self._early.pop(sender, None)
+
+    def is_landing(self, present: Collection[Voter]) -> bool:
+        """Whether one of these voters of our head has not landed it yet, as far as we know."""
+        return self._head is not None and any(v in present and v not in self._votes for v in self._head.voters)
+
+    @property
+    def quorum(self) -> tuple[Vote, ...] | None:
+        """The votes, if they are a quorum."""
+        if self._head is None or not is_quorum(self._votes.keys(), self._head.voters):
+            return None
+        return tuple(self._votes.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from p2ptrain.protocol.rounds.quorum import Voter
+from p2ptrain.protocol.rounds.proof import Voter
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
 

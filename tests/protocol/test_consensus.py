@@ -16,7 +16,7 @@ import pytest
 
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.consensus import Joins, Result
-from p2ptrain.protocol.rounds.round_state import Acceptor, State
+from p2ptrain.protocol.rounds.events import Acceptor, State
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Propose
 from tests.protocol.explore import Explorer, Scenario
 
@@ -124,7 +124,7 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
         ("consensus._on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
         ("consensus.unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
         ("consensus.heeded", count_whom_we_ignore, Scenario("ab", "ab", lean=True, unheld=True)),
-        ("round_state.State", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
+        ("events.State", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
         ("explore.is_proven", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
         ("consensus.m.Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
     ],

@@ -14,6 +14,9 @@ from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.consensus import step
 from p2ptrain.protocol.rounds.draw import drawn, rank
 from p2ptrain.protocol.rounds.events import (
+    MAX_COUNTERS_AHEAD,
+    MAX_UNHELD,
+    NO_ATTEMPT,
     Average,
     Averaged,
     Broadcast,
@@ -25,6 +28,7 @@ from p2ptrain.protocol.rounds.events import (
     LeaderEnded,
     LeaderFailed,
     Learned,
+    Limits,
     Lost,
     MemberEnded,
     MemberFailed,
@@ -32,18 +36,12 @@ from p2ptrain.protocol.rounds.events import (
     Prepared,
     Received,
     Send,
+    State,
     Tick,
+    deadline_s,
 )
 from p2ptrain.protocol.rounds.proof import MAX_VOTERS, is_quorum, voters_of
 from p2ptrain.protocol.rounds.record import check_company, expected
-from p2ptrain.protocol.rounds.round_state import (
-    MAX_COUNTERS_AHEAD,
-    MAX_UNHELD,
-    NO_ATTEMPT,
-    Limits,
-    State,
-    deadline_s,
-)
 from p2ptrain.protocol.wire.messages import (
     MAX_REASON,
     Abort,

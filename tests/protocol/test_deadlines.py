@@ -23,10 +23,20 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
+from p2ptrain.protocol.rounds.events import (
+    Average,
+    Event,
+    Lead,
+    LeaderEnded,
+    Limits,
+    Received,
+    Send,
+    State,
+    Tick,
+    deadline_s,
+)
 from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
-from p2ptrain.protocol.rounds.round_state import Limits, State, deadline_s
 from p2ptrain.protocol.rounds.timeouts import (
     MARGIN,
     MIN_ATTEMPT_S,

@@ -10,10 +10,10 @@ import trio
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
+from p2ptrain.protocol.rounds.events import deadline_s
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S, MeanPush
-from p2ptrain.protocol.rounds.round_state import deadline_s
 from p2ptrain.protocol.rounds.timeouts import MARGIN, MIN_ATTEMPT_S
 from p2ptrain.protocol.wire.messages import Answer, Message, Record, Reduced, Request
 from tests.protocol.swarm import RUN, Shapes, run_virtual, swarm

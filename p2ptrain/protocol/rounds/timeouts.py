@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from p2ptrain.protocol.rounds.round_state import Limits
+from p2ptrain.protocol.rounds.events import Limits
 from p2ptrain.protocol.wire.transport import PeerId
 
 # A sender without a chunk for this long is excluded, or for four round trips, or twice what one takes on the slowest

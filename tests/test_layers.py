@@ -151,7 +151,7 @@ def test_what_decides_rounds_knows_neither_trio_nor_links() -> None:
     """So that it is tested without a network, and is a function of what it is given."""
     rounds = PACKAGE / "protocol" / "rounds"
     names = (
-        "consensus", "events", "proof", "history", "policy", "checks",
+        "consensus", "events", "proof", "history", "policy", "guard", "checks",
         "record", "schedule", "timeouts", "lineage", "outer_step",
     )  # fmt: skip
     pure = [rounds / f"{name}.py" for name in names] + sorted((rounds / "averaging").glob("*.py"))

@@ -12,7 +12,6 @@ import pytest
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.consensus import step
-from p2ptrain.protocol.rounds.draw import drawn, rank
 from p2ptrain.protocol.rounds.events import (
     MAX_COUNTERS_AHEAD,
     MAX_UNHELD,
@@ -40,6 +39,7 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
     deadline_s,
 )
+from p2ptrain.protocol.rounds.policy import drawn, rank
 from p2ptrain.protocol.rounds.proof import MAX_VOTERS, is_quorum, voters_of
 from p2ptrain.protocol.rounds.record import check_company, expected
 from p2ptrain.protocol.wire.messages import (

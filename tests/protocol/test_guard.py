@@ -21,7 +21,7 @@ from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.mean_guard import MeanGuard
+from p2ptrain.protocol.rounds.guard import MeanGuard
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.reducer import Reducer
 from p2ptrain.protocol.rounds.sender import Sender

@@ -12,8 +12,8 @@ import pytest
 
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.commit import OLDER_AVERAGED, OTHER_NAMED
+from p2ptrain.protocol.rounds.guard import SpanNorms
 from p2ptrain.protocol.rounds.leader import AveragingLeader
-from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.wire.messages import Record
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm

@@ -11,7 +11,7 @@ from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.events import deadline_s
-from p2ptrain.protocol.rounds.mean_guard import SpanNorms
+from p2ptrain.protocol.rounds.guard import SpanNorms
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S, MeanPush
 from p2ptrain.protocol.rounds.timeouts import MARGIN, MIN_ATTEMPT_S

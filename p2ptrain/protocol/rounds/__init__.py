@@ -3,16 +3,17 @@
 It has three parts:
 
 - **Decisions** are pure. `consensus` is single-decree Paxos for each (lineage, round): `step(state, event, now)`
-  returns the new state and a list of effects (`events`). `policy` decides who is in the mean, with which weight, and
-  who averages; `checks` refuses impossible claims; `record` builds the record; `schedule` decides when we are due and
-  who leads; `timeouts` how long to wait; `lineage` when the voters are gone for good; `recent` whose fragments are
-  merged. `proof` says who votes and what peers sign, and `history` decides whose lineage continues when two meet.
+  returns the new state and a list of effects (`events`). `policy` decides who
+  contributes, with which weight, and who averages; `guard` which outer gradients and means are too large; `checks`
+  refuses impossible claims; `record` builds the record; `schedule` decides when we are due and who leads; `timeouts`
+  how long to wait; `lineage` when the voters are gone for good. `proof` says who votes and what peers sign, and
+  `history` decides whose lineage continues when two meet.
 - **Averaging** is a strategy: `averaging` has the interface and one file per strategy. The consensus does not depend
   on it.
 - **The driver** connects both to links, clock and training thread. `driver` has the head, and acts when it is time.
   `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt (`snapshot`
   and `contribution` hold its outer gradient, `sender` sends its chunks, `reducer` averages those of one part, which
-  `collection` holds and measures, `mean_guard` refuses a mean), `leader` leads the averaging of one. `commit` applies a
+  `collection` holds and measures), `leader` leads the averaging of one. `commit` applies a
   decided round: `fetching` gets its bytes, `outer_step` changes the anchor. `audit` averages a part again after it.
   `liveness` lists the live peers.
 

@@ -18,8 +18,8 @@ from p2ptrain.protocol.rounds.averaging.strategy import Averaging, is_audited
 from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.guard import MeanGuard
 from p2ptrain.protocol.rounds.liveness import Liveness
-from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.rounds.timeouts import Timeouts

@@ -23,13 +23,12 @@ from p2ptrain.protocol.rounds.audit import Audited
 from p2ptrain.protocol.rounds.checks import check_join
 from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.draw import MARGIN, MARGIN_OF_OTHERS, may_be_drawn, rank
 from p2ptrain.protocol.rounds.events import State, Tick, deadline_s
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.history import History, lineage_of
 from p2ptrain.protocol.rounds.lineage import LineageWatch, PastHeads
+from p2ptrain.protocol.rounds.policy import MARGIN, MARGIN_OF_OTHERS, RecentContributors, may_be_drawn, rank
 from p2ptrain.protocol.rounds.proof import HeadVotes
-from p2ptrain.protocol.rounds.recent import RecentContributors
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import PeerBackoff

@@ -10,9 +10,9 @@ import trio
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
-from p2ptrain.protocol.rounds.draw import rank
-from p2ptrain.protocol.rounds.mean_guard import SpanNorms
+from p2ptrain.protocol.rounds.guard import SpanNorms
 from p2ptrain.protocol.rounds.outer_step import check_decodes
+from p2ptrain.protocol.rounds.policy import rank
 from p2ptrain.protocol.rounds.record import check_advance, check_record
 from p2ptrain.protocol.wire.messages import Head, Record
 from p2ptrain.protocol.wire.transport import PeerId

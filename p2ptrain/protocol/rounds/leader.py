@@ -14,7 +14,7 @@ import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.links.links import HELD_UP_S
-from p2ptrain.protocol.rounds import policy
+from p2ptrain.protocol.rounds import guard, policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.checks import check_arrived
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
@@ -185,19 +185,19 @@ class AveragingLeader:
     def _guarded(self, joins: Mapping[PeerId, m.Join], included: Sequence[PeerId]) -> tuple[m.Contributor, ...]:
         """The contributors with their weights, after the guard by norms."""
         run, left = self._context.run, self._parts_left(included)
-        norms = policy.norms_of(self._plan, left, self._squares, included)
+        norms = guard.norms_of(self._plan, left, self._squares, included)
         # At parts that are left, all reducers report the same root of a contributor.
         roots = {member: root for part in left for member, root in self._roots[part].items()}
         kept: dict[PeerId, float] = {}
         own = self._context.peer_id if self._context.liveness.own in self._head.voters else None
-        for member, verdict in policy.guarded(run, joins, norms, own).items():
+        for member, verdict in guard.guarded(run, joins, norms, own).items():
             if verdict.scale:
                 kept[member] = verdict.scale
             if verdict.scale < 1:
                 reason = f"the norm of its outer gradient, {verdict.norm:.3g}, is above the limit, {verdict.limit:.3g}"
                 what = "scaled down" if verdict.scale else "left out"
                 logger.warning("round %d: %s is %s: %s", self._head.round + 1, member, what, reason)
-        weights = policy.scaled_down(policy.weights_of(run, [joins[member] for member in kept]), list(kept.values()))
+        weights = guard.scaled_down(policy.weights_of(run, [joins[member] for member in kept]), list(kept.values()))
         return tuple(
             m.Contributor(member, joins[member].incarnation, weight, roots[member])
             for member, weight in zip(kept, weights, strict=True)

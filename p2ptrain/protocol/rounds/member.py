@@ -19,7 +19,7 @@ from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
-from p2ptrain.protocol.rounds.mean_guard import SpanNorms
+from p2ptrain.protocol.rounds.guard import SpanNorms
 from p2ptrain.protocol.rounds.record import check_company, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.reducer import Reducer
 from p2ptrain.protocol.rounds.sender import Sender

@@ -1,40 +1,60 @@
-"""A leader's decisions from the members' claims: contributors, weights, reducers, and who is at fault. Pure.
+"""Who contributes to a round, who reduces, with which weights, and who is at fault. Pure.
 
-Claims of one peer are limited by those of the others, so that a single wrong number has little effect.
+**The draw.** A round holds so many contributors at most. A hash of the state that the round starts from, and of the id,
+gives each peer a rank. The leader calls the peers of lowest rank that it is linked with. No peer knows all others of a
+large swarm, so each decides by its own rank and an estimate of the swarm's size whether it may be among those. If so,
+it links to the voters, one of which leads. A draw is known only once the previous round is decided, so no id can be
+chosen that is drawn again and again. Partial participation by a random draw is that of federated averaging (McMahan et
+al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017).
+
+**The leader's decisions** follow from the members' claims. Claims of one peer are limited by those of the others, so
+that a single wrong number has little effect. `guard` limits the outer gradients themselves.
+
+**Recent contributors** are those whose fragments are merged. A fragment changes weights at once, and nobody votes on
+it. So a peer must first bring an outer gradient that a quorum of voters has committed. Until then it merges the
+fragments of others, and its inner optimizer warms up meanwhile. Only these peers need to be named by a record:
+strangers that never contribute could else have every round refused.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.rounds.draw import drawn
-from p2ptrain.protocol.wire.messages import Contributor, Join, RosterPart
+from p2ptrain.protocol.wire.messages import Contributor, Head, Join, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
+# More link to the voters than contribute: the estimate of the size may be 10 % off, and some are lost (guess).
+MARGIN = 1.25
+# A link is kept if one of its ends may think so that both take part: estimates differ by that much (guess).
+MARGIN_OF_OTHERS = 1.5
 # A claimed rate is limited to this many times the median.
 MOST_RATES = 4.0
-# A contributor's norm is limited to this many times the median. With 4, a member whose own norm is 0.8 of the median
-# got -5 times its outer gradient into 2 of 12 rounds, which cost 0.10 nats (benchmarks/harm.py); see also `guarded`.
-MOST_NORMS = 3.0
-# Tokens raise that limit by their square root, up to the tokens of two intervals: after a missed round a member has
-# that many. If they raised it in proportion, every second gradient of -5 times its size got in (benchmarks/harm.py).
-MOST_TOKENS_ALLOWED = 2.0
+# A slow peer, or one whose link fails now and then, misses a few rounds. Of more than 64 members, 64 contribute to each
+# round: with 200 members, a given one is in at least one of eight with a probability of 95 %.
+RECENT_ROUNDS = 8
+_RANKS = 2**64
 
 
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """The guard's decision on one member: its norm, its limit, and the factor on its share; 0 leaves it out."""
+def rank(state_hash: str, peer_id: PeerId) -> int:
+    """The rank of a peer in the draw of the round that starts from this state, from 0 to 2^64 - 1: uniform."""
+    return int.from_bytes(hashlib.blake2b(f"{state_hash}/{peer_id}".encode(), digest_size=8).digest())
 
-    norm: float
-    limit: float
-    scale: float
+
+def drawn(state_hash: str, peer_ids: Iterable[PeerId], most: int) -> list[PeerId]:
+    """The `most` peers of lowest rank, in the order of their ids."""
+    return sorted(sorted(peer_ids, key=lambda peer_id: rank(state_hash, peer_id))[:most])
+
+
+def may_be_drawn(own_rank: int, most: int, swarm_size: float, margin: float = MARGIN) -> bool:
+    """Whether a peer of this rank is likely among the `most` of lowest rank in a swarm of about this size."""
+    return own_rank * swarm_size < _RANKS * most * margin
 
 
 def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
@@ -118,90 +138,6 @@ def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
     return token_weights([join.tokens for join in joins])
 
 
-def scaled_down(weights: Sequence[float], scales: Sequence[float]) -> list[float]:
-    """The weights that leave each member its share of the mean times its scale, and the rest to those with scale 1.
-
-    A mean divides by the sum of its weights. So a weight that is only multiplied leaves a member more: of two, a liar
-    far above the limit would then count as much as with a norm of twice the limit.
-    """
-    scaled = math.fsum(weight * scale for weight, scale in zip(weights, scales, strict=True) if scale < 1)
-    whole = math.fsum(weight for weight, scale in zip(weights, scales, strict=True) if scale == 1)
-    factor = whole / (math.fsum(weights) - scaled)
-    return [weight if scale == 1 else weight * scale * factor for weight, scale in zip(weights, scales, strict=True)]
-
-
-def guarded(
-    run: RunConfig, joins: Mapping[PeerId, Join], norms: Mapping[PeerId, float], leader: PeerId | None
-) -> dict[PeerId, Guarded]:
-    """What the guard does with each contributor, in the order of `norms`.
-
-    A member's limit is `MOST_NORMS` times the median norm; with two members, of the leader's, and none if the leader is
-    new. Members without any change, such as peers that have just joined, are left out of the median.
-
-    Two members have no majority, and the other is scaled down, not left out: if the anchor is near the optimum of the
-    leader's data, its norm is small, and a peer with unlike data would be left out of every round (measured).
-    The disjoint mean does not scale, and leaves it out.
-
-    Norms of honest members differ. They grow with the steps of an interval, about with their square root and at most in
-    proportion, and intervals give fast members more steps. So a member with more tokens than the median has a limit
-    higher by their square root, up to `MOST_TOKENS_ALLOWED` times the tokens: they are a claim. A newcomer's optimizer
-    is cold, and its first gradients are up to two or three times as large. Codecs change a norm by little, and
-    pruning, top-k and int2, which remove values, only make it smaller. Where moments are averaged too, they do not
-    count.
-
-    If at most half of the members lie, the others stay: the median is within the norms of honest ones, or above them if
-    exactly half lie. A reducer that reports false norms can have fewer than half of the members left out, and can hide
-    a large norm in its own part.
-
-    Args:
-        joins: those of all members.
-        norms: of the contributors. Not squared.
-        leader: None if it did not contribute to the last round: it has adopted the other's state, and a few steps
-            of its own say little.
-    """
-    positive = {member: norm for member, norm in norms.items() if norm > 0}
-    if run.round_guard == "off" or len(norms) < 2 or not positive:
-        return {member: Guarded(norm, math.inf, 1.0) for member, norm in norms.items()}
-    basis = list(positive)
-    if len(norms) == 2:
-        if leader not in positive:
-            return {member: Guarded(norm, math.inf, 1.0) for member, norm in norms.items()}
-        basis = [leader]
-    median = statistics.median(positive[member] for member in basis)
-    tokens = max(1.0, statistics.median(joins[member].tokens for member in basis))
-    limits = {
-        member: MOST_NORMS * median * math.sqrt(min(max(1.0, joins[member].tokens / tokens), MOST_TOKENS_ALLOWED))
-        for member in norms
-    }
-
-    clips = run.round_guard == "clip" or (len(norms) == 2 and run.round_mean != "disjoint")
-
-    def scale(member: PeerId) -> float:
-        if norms[member] <= limits[member]:
-            return 1.0
-        return limits[member] / norms[member] if clips else 0.0
-
-    return {member: Guarded(norm, limits[member], scale(member)) for member, norm in norms.items()}
-
-
-def norms_of(
-    plan: Sequence[RosterPart], parts: Collection[int], squares: Mapping[int, Mapping[PeerId, float]],
-    contributors: Sequence[PeerId],
-) -> dict[PeerId, float]:  # fmt: skip
-    """The norm of each contributor, from the squared norms that the reducers of these parts report.
-
-    Where several reducers report the same blocks, the median of their reports counts.
-    """
-    ranges = sorted({(plan[part].start, plan[part].stop) for part in parts})
-    of_range = {bounds: [part for part in parts if (plan[part].start, plan[part].stop) == bounds] for bounds in ranges}
-
-    def square(member: PeerId) -> float:
-        reports = ([squares[p][member] for p in of if member in squares[p]] for of in of_range.values())
-        return math.fsum(statistics.median(reported) for reported in reports if reported)
-
-    return {member: math.sqrt(square(member)) for member in contributors}
-
-
 def included(
     sends: Mapping[PeerId, Collection[int]], complete: Mapping[PeerId, Collection[int]], parts: Collection[int],
     gone: Collection[PeerId],
@@ -239,3 +175,33 @@ def conflicts_of(
 def without_roots(contributors: Sequence[Contributor]) -> tuple[Contributor, ...]:
     """As a roster names them, before their Merkle roots are known."""
     return tuple(Contributor(c.peer_id, c.incarnation, c.weight, b"") for c in contributors)
+
+
+@dataclass(frozen=True)
+class RecentContributors:
+    """The contributors of the last `RECENT_ROUNDS` rounds that this peer knows.
+
+    A joiner knows only the record of its head. Before the first round, and in runs without rounds, everybody counts.
+
+    Attributes:
+        lineage: of our head.
+        rounds: the number and the contributors of each round, oldest first.
+    """
+
+    lineage: str = ""
+    rounds: tuple[tuple[int, frozenset[PeerId]], ...] = ()
+
+    def after(self, head: Head) -> RecentContributors:
+        """The contributors after a new head, which follows from a round or from an adopted state."""
+        record = head.record
+        if record is None:
+            return RecentContributors(head.lineage)
+        # A new lineage begins with the last record of the one before.
+        known = self.rounds if self.lineage in (head.lineage, record.lineage) else ()
+        kept = [of for of in known if record.round - RECENT_ROUNDS < of[0] < record.round]
+        newest = frozenset(contributor.peer_id for contributor in record.contributors)
+        return RecentContributors(head.lineage, (*kept, (record.round, newest)))
+
+    def admits(self, peer_id: PeerId) -> bool:
+        """Whether fragments of this peer are merged; if not, it need not push any."""
+        return not self.rounds or any(peer_id in contributors for _, contributors in self.rounds)

@@ -13,7 +13,7 @@ from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, sched
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion, is_audited
 from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS, MOST_COUNT, check_size, root_bytes
-from p2ptrain.protocol.rounds.draw import may_be_drawn, rank
+from p2ptrain.protocol.rounds.policy import may_be_drawn, rank
 from p2ptrain.protocol.rounds.proof import Voter
 from p2ptrain.protocol.wire.messages import MAX_COUNT, Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId

@@ -151,8 +151,8 @@ def test_what_decides_rounds_knows_neither_trio_nor_links() -> None:
     """So that it is tested without a network, and is a function of what it is given."""
     rounds = PACKAGE / "protocol" / "rounds"
     names = (
-        "consensus", "events", "proof", "history", "policy", "guard", "checks",
-        "record", "schedule", "timeouts", "lineage", "outer_step",
+        "consensus", "events", "proof", "history", "policy", "guard", "record", "schedule", "timeouts",
+        "lineage", "outer_step",
     )  # fmt: skip
     pure = [rounds / f"{name}.py" for name in names] + sorted((rounds / "averaging").glob("*.py"))
     assert len(pure) > len(names)

@@ -4,8 +4,8 @@ It has three parts:
 
 - **Decisions** are pure. `consensus` is single-decree Paxos for each (lineage, round): `step(state, event, now)`
   returns the new state and a list of effects (`events`). `policy` decides who
-  contributes, with which weight, and who averages; `guard` which outer gradients and means are too large; `checks`
-  refuses impossible claims; `record` builds the record; `schedule` decides when we are due and who leads; `timeouts`
+  contributes, with which weight, and who averages; `guard` which outer gradients and means are too large; `record`
+  builds the record, and refuses impossible claims; `schedule` decides when we are due and who leads; `timeouts`
   how long to wait; `lineage` when the voters are gone for good. `proof` says who votes and what peers sign, and
   `history` decides whose lineage continues when two meet.
 - **Averaging** is a strategy: `averaging` has the interface and one file per strategy. The consensus does not depend

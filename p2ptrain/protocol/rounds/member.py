@@ -14,13 +14,12 @@ import trio
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.links.link import BULK_FROM_BYTES
-from p2ptrain.protocol.rounds.checks import check_join
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.guard import SpanNorms
-from p2ptrain.protocol.rounds.record import check_company, check_proposal, expected, name_of
+from p2ptrain.protocol.rounds.record import check_company, check_join, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.reducer import Reducer
 from p2ptrain.protocol.rounds.sender import Sender
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker

@@ -23,9 +23,8 @@ from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
 from p2ptrain.protocol.rounds.averaging.gather import Gather
 from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.rounds.averaging.strategy import MERGES, Averaging, Conclusion, Plan, merge_of
-from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.grid import Grid, gradient_codec
 from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.rounds.record import check_roster
 from p2ptrain.protocol.rounds.timeouts import Timeouts

@@ -20,7 +20,6 @@ from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MIN_PATIENCE_S, Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.events import (
@@ -35,7 +34,7 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
     deadline_s,
 )
-from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.grid import Grid, gradient_codec
 from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
 from p2ptrain.protocol.rounds.timeouts import (
     MARGIN,

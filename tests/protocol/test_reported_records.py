@@ -15,9 +15,8 @@ import trio
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.events import Held
-from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.grid import Grid, mean_codec
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import blob_digest
 from p2ptrain.protocol.rounds.proof import Voter

@@ -18,10 +18,9 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection, ReceivedChunk
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.grid import Grid, gradient_codec
 from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunk
 from p2ptrain.protocol.rounds.reducer import ExpectedMean
 from p2ptrain.protocol.rounds.timeouts import Timeouts

@@ -1,4 +1,4 @@
-"""The grid of chunks of outer gradients, the same on every peer.
+"""How outer gradients and their mean are cut into chunks and encoded: the grid, the same on every peer, and the codecs.
 
 Each chunk is encoded alone, and parts consist of whole chunks, so that another attempt with another plan sends the same
 bytes. A chunk has 1024 blocks: 66 KiB as int8, 256 KiB as fp32, so that control frames never wait long behind one on a
@@ -11,14 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec, codec
 from p2ptrain.algorithms.merkle import root_of
 from p2ptrain.errors import WireError
+from p2ptrain.settings.config import RunConfig
 
 # From so many blocks on (16.8M values) a model is large (guess).
 LARGE_BLOCKS = 2**18
 # One of fp32 with its 1024 blocks has nearly as much, and passes the slowest links.
 MOST_CHUNK_BYTES = 264 * 1024
+
+
+# top-k takes three bytes per kept value, int8 one byte for every value.
+TOPK_PAYS_BELOW = 0.33
+# The mean has no error buffer: reducers change, and an audit makes the same bytes again. So it needs a finer codec.
+MEAN_OF = {"topk": "int8", "int2": "int4"}
+# Numbers of kept values are rounded in each chunk of 65536.
+ROUNDING = 2.0**-16
 
 
 @dataclass(frozen=True)
@@ -74,3 +83,20 @@ class Grid:
         """Raises WireError unless the proof leads from these leaf hashes, of chunks from `start` on, to the root."""
         if root_of(leaves, start // self.chunk_blocks, self.num_chunks, proof) != root:
             raise WireError("its chunks are not those that it committed to")
+
+
+def gradient_codec(run: RunConfig) -> Codec:
+    """The codec of one peer's outer gradient."""
+    return codec(run.round_codec, prune_fraction=run.prune_fraction, density=run.round_density)
+
+
+def mean_codec(run: RunConfig, contributors: int) -> Codec:
+    """The codec of the mean of this many contributors.
+
+    The mean of k top-k gradients has up to k times as many values, and is sent as top-k while that is shorter. That of
+    int2 is sent as int4.
+    """
+    density = contributors * (run.round_density + ROUNDING)
+    if run.round_codec == "topk" and density < TOPK_PAYS_BELOW:
+        return codec("topk", density=density)
+    return codec(MEAN_OF.get(run.round_codec, run.round_codec))

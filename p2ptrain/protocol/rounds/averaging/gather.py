@@ -15,7 +15,7 @@ from p2ptrain.algorithms.codec import Encoded, codec
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Blob, Blobs, Chunks, Conclusion, Encoding, Plan, merge_of
-from p2ptrain.protocol.rounds.codecs import gradient_codec
+from p2ptrain.protocol.rounds.grid import gradient_codec
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig

@@ -21,7 +21,7 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.rounds import commit, consensus, fetching, outer_step
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.audit import Audits
-from p2ptrain.protocol.rounds.averaging.parts import Parts
+from p2ptrain.protocol.rounds.averaging import Parts
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.driver import RoundDriver

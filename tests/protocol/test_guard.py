@@ -17,7 +17,7 @@ import trio
 from p2ptrain.algorithms.codec.floats import NONE
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
-from p2ptrain.protocol.rounds.averaging.parts import Parts
+from p2ptrain.protocol.rounds.averaging import Parts
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import Grid

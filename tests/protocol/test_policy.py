@@ -9,8 +9,7 @@ import pytest
 
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds import policy
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
+from p2ptrain.protocol.rounds.averaging import Conclusion, averaging_of
 from p2ptrain.protocol.rounds.guard import guarded, norms_of, scaled_down
 from p2ptrain.protocol.rounds.record import MOST_INTERVALS, check_advance, check_record, record_of
 from p2ptrain.protocol.wire.messages import (

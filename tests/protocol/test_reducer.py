@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.averaging.strategy import MERGES, Chunks
+from p2ptrain.protocol.rounds.averaging import MERGES, Chunks, averaging_of
 from p2ptrain.protocol.rounds.grid import Grid, gradient_codec
 from p2ptrain.protocol.rounds.policy import without_roots
 from p2ptrain.protocol.rounds.reducer import CHUNKS_AVERAGED, ExpectedMean

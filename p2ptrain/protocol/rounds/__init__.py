@@ -8,8 +8,7 @@ It has three parts:
   builds the record, and refuses impossible claims; `schedule` decides when we are due and who leads; `timeouts`
   how long to wait; `lineage` when the voters are gone for good. `proof` says who votes and what peers sign, and
   `history` decides whose lineage continues when two meet.
-- **Averaging** is a strategy: `averaging` has the interface and one file per strategy. The consensus does not depend
-  on it.
+- **Averaging** is a strategy (`averaging`). The consensus does not depend on it.
 - **The driver** connects both to links, clock and training thread. `driver` has the head, and acts when it is time.
   `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt (`snapshot`
   and `contribution` hold its outer gradient, `sender` sends its chunks, `reducer` averages those of one part, which

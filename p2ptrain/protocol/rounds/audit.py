@@ -30,7 +30,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
+from p2ptrain.protocol.rounds.averaging import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.part_store import PartStore, blob_digest, fetch_pipelined

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.averaging.strategy import Blob
+from p2ptrain.protocol.rounds.averaging import Blob
 
 
 class BoundedBuffer:

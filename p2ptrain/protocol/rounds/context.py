@@ -13,8 +13,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.audit import Audits
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging, is_audited
+from p2ptrain.protocol.rounds.averaging import Averaging, averaging_of, is_audited
 from p2ptrain.protocol.rounds.grid import Grid, gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.guard import MeanGuard
 from p2ptrain.protocol.rounds.liveness import Liveness

@@ -20,8 +20,6 @@ from p2ptrain.settings.config import RunConfig
 LARGE_BLOCKS = 2**18
 # One of fp32 with its 1024 blocks has nearly as much, and passes the slowest links.
 MOST_CHUNK_BYTES = 264 * 1024
-
-
 # top-k takes three bytes per kept value, int8 one byte for every value.
 TOPK_PAYS_BELOW = 0.33
 # The mean has no error buffer: reducers change, and an audit makes the same bytes again. So it needs a finer codec.

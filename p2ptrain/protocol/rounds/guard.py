@@ -25,8 +25,6 @@ MOST_NORMS = 3.0
 # Tokens raise that limit by their square root, up to the tokens of two intervals: after a missed round a member has
 # that many. If they raised it in proportion, every second gradient of -5 times its size got in (benchmarks/harm.py).
 MOST_TOKENS_ALLOWED = 2.0
-
-
 # A mean's norm is refused above this many times the median of the last ones (guess). Honest ones change by less: by the
 # schedule of intervals (3), and with the number of contributors (its square root).
 MOST_MEANS = 8.0

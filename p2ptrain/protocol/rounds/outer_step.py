@@ -11,7 +11,7 @@ from p2ptrain.algorithms.averaging import MAX_MEAN
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Landing
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
+from p2ptrain.protocol.rounds.averaging import Averaging, Blobs
 from p2ptrain.protocol.rounds.proof import voters_of
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 

@@ -14,7 +14,7 @@ import trio
 from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.averaging.strategy import Blob, Chunks
+from p2ptrain.protocol.rounds.averaging import Blob, Chunks
 from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell

@@ -27,11 +27,10 @@ from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.events import Averaged, Event, Held, MemberFailed, Prepared, Tick
 from p2ptrain.protocol.rounds.leader import AveragingLeader
-from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.member import Participation, Sender
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.reducer import Reducer
 from p2ptrain.protocol.rounds.schedule import Schedule
-from p2ptrain.protocol.rounds.sender import Sender
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.wire.messages import KIND_OF, Join
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm

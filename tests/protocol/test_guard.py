@@ -22,9 +22,8 @@ from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.guard import MeanGuard
-from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.member import Participation, Sender
 from p2ptrain.protocol.rounds.reducer import Reducer
-from p2ptrain.protocol.rounds.sender import Sender
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.messages import Arrived, Attempt, Head, Message, Part, Record, RosterPart
 from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm

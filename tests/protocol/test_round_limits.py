@@ -28,7 +28,7 @@ from p2ptrain.protocol.rounds import collection
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
 from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.sender import Sender
+from p2ptrain.protocol.rounds.member import Sender
 from p2ptrain.protocol.rounds.timeouts import REPORT_S
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,

@@ -10,8 +10,8 @@ It has three parts:
   `history` decides whose lineage continues when two meet.
 - **Averaging** is a strategy (`averaging`). The consensus does not depend on it.
 - **The driver** connects both to links, clock and training thread. `driver` has the head, and acts when it is time.
-  `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt (`snapshot`
-  and `contribution` hold its outer gradient, `sender` sends its chunks, `reducer` averages those of one part, which
+  `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt and sends
+  our chunks (`snapshot` and `contribution` hold its outer gradient, `reducer` averages those of one part, which
   `collection` holds and measures), `leader` leads the averaging of one. `commit` applies a
   decided round: `fetching` gets its bytes, `outer_step` changes the anchor. `audit` averages a part again after it.
   `liveness` lists the live peers.

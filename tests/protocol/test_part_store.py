@@ -13,13 +13,13 @@ from blake3 import blake3
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.grid import mean_codec
 from p2ptrain.protocol.rounds.part_store import (
     PARTS_AT_ONCE,
     PIECE_BYTES,
     PIECE_TIMEOUT_S,
     WANTED_RECORDS,
+    BoundedBuffer,
     MeanPush,
     PartStore,
     fetch_pipelined,

@@ -27,8 +27,8 @@ LAYERS: list[set[str]] = [
 ]
 # The same of what is in protocol/: each may import those before it.
 PROTOCOL = (
-    "anchor", "restarts", "token_bucket", "push_pace", "nursery", "wire", "parallel", "links", "membership",
-    "event_log", "exchange", "rounds", "gossip", "pairwise", "state_sync", "node",
+    "anchor", "restarts", "token_bucket", "push_pace", "nursery", "wire", "parallel", "os_memory", "links",
+    "membership", "event_log", "exchange", "rounds", "gossip", "pairwise", "state_sync", "node",
 )  # fmt: skip
 RANK = {name: rank for rank, names in enumerate([LEAVES, *LAYERS]) for name in names}
 

@@ -17,11 +17,11 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind, RoundReport
+from p2ptrain.protocol.os_memory import LARGE_BYTES, release_pages, release_unused
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
-from p2ptrain.protocol.rounds.os_memory import LARGE_BYTES, release_pages, release_unused
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunk
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.record import name_of

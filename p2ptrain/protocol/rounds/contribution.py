@@ -11,7 +11,7 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from p2ptrain.algorithms.codec import Codec, Encoded, difference, is_within
 from p2ptrain.algorithms.merkle import Tree, leaf_hash
 from p2ptrain.protocol.exchange.types import Snapshot
-from p2ptrain.protocol.rounds.os_memory import release_pages
+from p2ptrain.protocol.os_memory import release_pages
 
 # Chunks that a worker thread encodes at a time: 1 to 4 MiB of int8. With a quarter a round of 25M takes a tenth more.
 CHUNKS_PER_VISIT = 16

@@ -18,7 +18,7 @@ import trio
 from p2ptrain import memory_network as network
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.rounds import commit, consensus, fetching, outer_step
+from p2ptrain.protocol.rounds import commit, consensus, outer_step
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.audit import Audits
 from p2ptrain.protocol.rounds.averaging import Parts
@@ -217,7 +217,7 @@ PHASES: dict[str, Inject] = {
     "leader waits for reports": method(AveragingLeader, "_await_reports", of_context),
     "propose": event(Averaged),
     "fetch": method(PartStore, "fetch", lambda fault: lambda self, *_: self is _engine(fault).context.parts),
-    "check": in_the_worker("check_decodes", fetching),
+    "check": in_the_worker("check_decodes", commit),
     "accept": event(Held),
     "withdraw": withdrawing,
     "time": out_of_time,

@@ -13,7 +13,7 @@ It has three parts:
   `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt and sends
   our chunks (`snapshot` and `contribution` hold its outer gradient, `reducer` averages those of one part, which
   `collection` holds and measures), `leader` leads the averaging of one. `commit` applies a
-  decided round: `fetching` gets its bytes, `outer_step` changes the anchor. `audit` averages a part again after it.
+  decided round: it fetches the parts, and `outer_step` changes the anchor. `audit` averages a part again after it.
   `liveness` lists the live peers.
 
 The steps of a round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers, means back → Reduced

@@ -20,10 +20,9 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.audit import Audited
-from p2ptrain.protocol.rounds.commit import Committer
+from p2ptrain.protocol.rounds.commit import Committer, RecordFetcher
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.events import State, Tick, deadline_s
-from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.history import History, lineage_of
 from p2ptrain.protocol.rounds.lineage import LineageWatch, PastHeads
 from p2ptrain.protocol.rounds.policy import MARGIN, MARGIN_OF_OTHERS, RecentContributors, may_be_drawn, rank

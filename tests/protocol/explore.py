@@ -20,9 +20,9 @@ from functools import cached_property
 
 import msgspec
 
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds import events as ev
-from p2ptrain.protocol.rounds.events import (
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding import events as ev
+from p2ptrain.protocol.rounds.deciding.events import (
     Average,
     Averaged,
     Broadcast,
@@ -41,7 +41,7 @@ from p2ptrain.protocol.rounds.events import (
     State,
     Tick,
 )
-from p2ptrain.protocol.rounds.proof import is_quorum
+from p2ptrain.protocol.rounds.deciding.proof import is_quorum
 from p2ptrain.protocol.wire.messages import Abort, Attempt, Commit, Head, Join, Record, Refuse, Withdraw
 from tests.protocol.renaming import Renaming, renamed
 

@@ -19,8 +19,8 @@ from blake3 import blake3
 from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from p2ptrain.errors import WireError
 from p2ptrain.memory_network import PacketFault
-from p2ptrain.protocol.rounds import averaging as strategies
-from p2ptrain.protocol.rounds.averaging import (
+from p2ptrain.protocol.rounds.deciding import averaging as strategies
+from p2ptrain.protocol.rounds.deciding.averaging import (
     MERGES,
     STRATEGIES,
     Averaging,
@@ -31,11 +31,11 @@ from p2ptrain.protocol.rounds.averaging import (
     averaging_of,
     merge_of,
 )
-from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.grid import Grid, gradient_codec
-from p2ptrain.protocol.rounds.outer_step import check_decodes
-from p2ptrain.protocol.rounds.record import check_roster
-from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
+from p2ptrain.protocol.rounds.deciding.record import check_roster
+from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
+from p2ptrain.protocol.rounds.landing.outer_step import check_decodes
+from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.settings.config import AVERAGINGS, ROUND_MEANS, RunConfig

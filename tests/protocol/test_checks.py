@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.record import check_arrived, check_join, check_roster
+from p2ptrain.protocol.rounds.deciding.record import check_arrived, check_join, check_roster
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Roster, RosterPart
 from tests.protocol.test_policy import ATTEMPT, arrived_of, join_of
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds.consensus import Joins, Result
-from p2ptrain.protocol.rounds.events import Acceptor, State
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding.consensus import Joins, Result
+from p2ptrain.protocol.rounds.deciding.events import Acceptor, State
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Propose
 from tests.protocol.explore import Explorer, Scenario
 
@@ -142,7 +142,7 @@ def test_a_planted_fault_is_found(
     record_property: Callable[[str, object], None],
     request: pytest.FixtureRequest,
 ) -> None:
-    package = "tests.protocol" if rule.startswith("explore.") else "p2ptrain.protocol.rounds"
+    package = "tests.protocol" if rule.startswith("explore.") else "p2ptrain.protocol.rounds.deciding"
     monkeypatch.setattr(f"{package}.{rule}", fault)
     found = Explorer(scenario).search(LIMIT)
     assert found.conflict is not None

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.rounds.consensus import step
-from p2ptrain.protocol.rounds.events import (
+from p2ptrain.protocol.rounds.deciding.consensus import step
+from p2ptrain.protocol.rounds.deciding.events import (
     MAX_COUNTERS_AHEAD,
     MAX_UNHELD,
     NO_ATTEMPT,
@@ -39,9 +39,9 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
     deadline_s,
 )
-from p2ptrain.protocol.rounds.policy import drawn, rank
-from p2ptrain.protocol.rounds.proof import MAX_VOTERS, is_quorum, voters_of
-from p2ptrain.protocol.rounds.record import check_company, expected
+from p2ptrain.protocol.rounds.deciding.policy import drawn, rank
+from p2ptrain.protocol.rounds.deciding.proof import MAX_VOTERS, is_quorum, voters_of
+from p2ptrain.protocol.rounds.deciding.record import check_company, expected
 from p2ptrain.protocol.wire.messages import (
     MAX_REASON,
     Abort,

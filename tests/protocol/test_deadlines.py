@@ -18,11 +18,9 @@ from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MIN_PATIENCE_S, Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.events import (
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.events import (
     Average,
     Event,
     Lead,
@@ -34,9 +32,8 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
     deadline_s,
 )
-from p2ptrain.protocol.rounds.grid import Grid, gradient_codec
-from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
-from p2ptrain.protocol.rounds.timeouts import (
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
+from p2ptrain.protocol.rounds.deciding.timeouts import (
     MARGIN,
     MIN_ATTEMPT_S,
     REPORT_S,
@@ -44,6 +41,9 @@ from p2ptrain.protocol.rounds.timeouts import (
     PeerBackoff,
     Timeouts,
 )
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.rounds.moving.collection import Collection
+from p2ptrain.protocol.rounds.moving.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Abort,

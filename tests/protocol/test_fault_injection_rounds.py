@@ -18,20 +18,21 @@ import trio
 from p2ptrain import memory_network as network
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.rounds import commit, consensus, outer_step
 from p2ptrain.protocol.rounds.attempts import Attempts
-from p2ptrain.protocol.rounds.audit import Audits
-from p2ptrain.protocol.rounds.averaging import Parts
-from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
-from p2ptrain.protocol.rounds.contribution import OwnContribution
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding.averaging import Parts
+from p2ptrain.protocol.rounds.deciding.events import Averaged, Event, Held, MemberFailed, Prepared, Tick
+from p2ptrain.protocol.rounds.deciding.schedule import Schedule
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.events import Averaged, Event, Held, MemberFailed, Prepared, Tick
-from p2ptrain.protocol.rounds.leader import AveragingLeader
-from p2ptrain.protocol.rounds.member import Participation, Sender
-from p2ptrain.protocol.rounds.part_store import PartStore
-from p2ptrain.protocol.rounds.reducer import Reducer
-from p2ptrain.protocol.rounds.schedule import Schedule
-from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.landing import commit, outer_step
+from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
+from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.moving.audit import Audits
+from p2ptrain.protocol.rounds.moving.collection import Collection, EarlyChunks
+from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
+from p2ptrain.protocol.rounds.moving.member import Participation, Sender
+from p2ptrain.protocol.rounds.moving.part_store import PartStore
+from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.wire.messages import KIND_OF, Join
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_round_faults import after

@@ -17,14 +17,14 @@ import trio
 from p2ptrain.algorithms.codec.floats import NONE
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
-from p2ptrain.protocol.rounds.averaging import Parts
-from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.guard import MeanGuard
-from p2ptrain.protocol.rounds.member import Participation, Sender
-from p2ptrain.protocol.rounds.reducer import Reducer
-from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.rounds.deciding.averaging import Parts
+from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
+from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
+from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
+from p2ptrain.protocol.rounds.moving.collection import Collection
+from p2ptrain.protocol.rounds.moving.member import Participation, Sender
+from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.wire.messages import Arrived, Attempt, Head, Message, Part, Record, RosterPart
 from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all

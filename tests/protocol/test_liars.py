@@ -13,7 +13,7 @@ import trio
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.rounds import leader
+from p2ptrain.protocol.rounds.moving import leader
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Beat,

@@ -11,7 +11,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.outer import outer_step
-from p2ptrain.protocol.rounds.guard import MOST_NORMS, guarded, scaled_down
+from p2ptrain.protocol.rounds.deciding.guard import MOST_NORMS, guarded, scaled_down
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, TestPeer, run_virtual, swarm
 from tests.protocol.test_policy import join_of

@@ -12,9 +12,10 @@ import trio
 from blake3 import blake3
 
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.grid import mean_codec
-from p2ptrain.protocol.rounds.part_store import (
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import mean_codec
+from p2ptrain.protocol.rounds.deciding.record import check_record
+from p2ptrain.protocol.rounds.moving.part_store import (
     PARTS_AT_ONCE,
     PIECE_BYTES,
     PIECE_TIMEOUT_S,
@@ -25,7 +26,6 @@ from p2ptrain.protocol.rounds.part_store import (
     fetch_pipelined,
     part_limit_s,
 )
-from p2ptrain.protocol.rounds.record import check_record
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Roster, RosterPart
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import run_virtual

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.rounds import policy
-from p2ptrain.protocol.rounds.averaging import Conclusion, averaging_of
-from p2ptrain.protocol.rounds.guard import guarded, norms_of, scaled_down
-from p2ptrain.protocol.rounds.record import MOST_INTERVALS, check_advance, check_record, record_of
+from p2ptrain.protocol.rounds.deciding import policy
+from p2ptrain.protocol.rounds.deciding.averaging import Conclusion, averaging_of
+from p2ptrain.protocol.rounds.deciding.guard import guarded, norms_of, scaled_down
+from p2ptrain.protocol.rounds.deciding.record import MOST_INTERVALS, check_advance, check_record, record_of
 from p2ptrain.protocol.wire.messages import (
     Arrived,
     Attempt,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS
-from p2ptrain.protocol.rounds.averaging import MERGES, Chunks, averaging_of
-from p2ptrain.protocol.rounds.grid import Grid, gradient_codec
-from p2ptrain.protocol.rounds.policy import without_roots
-from p2ptrain.protocol.rounds.reducer import CHUNKS_AVERAGED, ExpectedMean
+from p2ptrain.protocol.rounds.deciding.averaging import MERGES, Chunks, averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
+from p2ptrain.protocol.rounds.deciding.policy import without_roots
+from p2ptrain.protocol.rounds.moving.reducer import CHUNKS_AVERAGED, ExpectedMean
 from p2ptrain.protocol.wire.messages import Contributor, RosterPart
 from p2ptrain.settings.config import RunConfig
 

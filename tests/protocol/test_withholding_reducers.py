@@ -10,11 +10,11 @@ import trio
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.rounds.events import deadline_s
-from p2ptrain.protocol.rounds.guard import SpanNorms
-from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S, MeanPush
-from p2ptrain.protocol.rounds.timeouts import MARGIN, MIN_ATTEMPT_S
+from p2ptrain.protocol.rounds.deciding.events import deadline_s
+from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
+from p2ptrain.protocol.rounds.deciding.timeouts import MARGIN, MIN_ATTEMPT_S
+from p2ptrain.protocol.rounds.moving.member import Participation
+from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S, MeanPush
 from p2ptrain.protocol.wire.messages import Answer, Message, Record, Reduced, Request
 from tests.protocol.swarm import RUN, Shapes, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all

@@ -30,9 +30,9 @@ from p2ptrain.protocol.node.requests import PROGRESS_S, RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.deciding.proof import Prover
+from p2ptrain.protocol.rounds.deciding.timeouts import IntervalWatch
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.rounds.timeouts import IntervalWatch
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
 from p2ptrain.protocol.state_sync.state_sync import StateSync
@@ -43,7 +43,7 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 # Simulations, where all peers would say the same, turn it off.
-interval_logger = logging.getLogger("p2ptrain.protocol.rounds.timeouts")
+interval_logger = logging.getLogger("p2ptrain.protocol.rounds.deciding.timeouts")
 
 FRAGMENTS_EVENT_S = 2.0
 # Other members that one Beat names; with many links, as many Beats are sent, one of these is enough.

@@ -16,17 +16,17 @@ import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, RoundReport, Snapshot
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds import events as ev
-from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
-from p2ptrain.protocol.rounds.events import State
-from p2ptrain.protocol.rounds.leader import AveragingLeader
-from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.record import check_roster, joins_rounds
-from p2ptrain.protocol.rounds.schedule import Schedule
-from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, SILENT_REDUCER_S, PeerBackoff
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding import events as ev
+from p2ptrain.protocol.rounds.deciding.events import State
+from p2ptrain.protocol.rounds.deciding.record import check_roster, joins_rounds
+from p2ptrain.protocol.rounds.deciding.schedule import Schedule
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, SILENT_REDUCER_S, PeerBackoff
+from p2ptrain.protocol.rounds.landing.commit import Committer
+from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
+from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -12,15 +12,15 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.rounds.audit import Audits
-from p2ptrain.protocol.rounds.averaging import Averaging, averaging_of, is_audited
-from p2ptrain.protocol.rounds.grid import Grid, gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.guard import MeanGuard
+from p2ptrain.protocol.rounds.deciding.averaging import Averaging, averaging_of, is_audited
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
+from p2ptrain.protocol.rounds.deciding.proof import Prover
+from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
+from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
 from p2ptrain.protocol.rounds.liveness import Liveness
-from p2ptrain.protocol.rounds.part_store import PartStore
-from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.rounds.record import MAX_CONTRIBUTORS
-from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.rounds.moving.audit import Audits
+from p2ptrain.protocol.rounds.moving.part_store import PartStore
 from p2ptrain.protocol.wire.messages import Message
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig

@@ -19,18 +19,18 @@ from p2ptrain.protocol.exchange.types import Epoch
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds.attempts import Attempts
-from p2ptrain.protocol.rounds.audit import Audited
-from p2ptrain.protocol.rounds.commit import Committer, RecordFetcher
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.events import State, Tick, deadline_s
-from p2ptrain.protocol.rounds.history import History, lineage_of
-from p2ptrain.protocol.rounds.lineage import LineageWatch, PastHeads
-from p2ptrain.protocol.rounds.policy import MARGIN, MARGIN_OF_OTHERS, RecentContributors, may_be_drawn, rank
-from p2ptrain.protocol.rounds.proof import HeadVotes
-from p2ptrain.protocol.rounds.record import check_join
-from p2ptrain.protocol.rounds.schedule import Schedule
-from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.timeouts import PeerBackoff
+from p2ptrain.protocol.rounds.deciding.events import State, Tick, deadline_s
+from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
+from p2ptrain.protocol.rounds.deciding.lineage import LineageWatch, PastHeads
+from p2ptrain.protocol.rounds.deciding.policy import MARGIN, MARGIN_OF_OTHERS, RecentContributors, may_be_drawn, rank
+from p2ptrain.protocol.rounds.deciding.proof import HeadVotes
+from p2ptrain.protocol.rounds.deciding.record import check_join
+from p2ptrain.protocol.rounds.deciding.schedule import Schedule
+from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff
+from p2ptrain.protocol.rounds.landing.commit import Committer, RecordFetcher
+from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.moving.audit import Audited
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -21,13 +21,13 @@ from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind, RoundR
 from p2ptrain.protocol.os_memory import LARGE_BYTES, release_pages, release_unused
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
-from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.guard import SpanNorms
-from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, head_of, step_chunk
-from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
-from p2ptrain.protocol.rounds.policy import rank
-from p2ptrain.protocol.rounds.record import check_advance, check_record, name_of
-from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
+from p2ptrain.protocol.rounds.deciding.policy import rank
+from p2ptrain.protocol.rounds.deciding.record import check_advance, check_record, name_of
+from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
+from p2ptrain.protocol.rounds.landing.outer_step import Progress, check_decodes, head_of, step_chunk
+from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 from p2ptrain.protocol.wire.transport import PeerId
 

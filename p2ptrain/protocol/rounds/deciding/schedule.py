@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.events import Lead
-from p2ptrain.protocol.rounds.policy import drawn
-from p2ptrain.protocol.rounds.proof import Voter, is_quorum
-from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, PeerBackoff
+from p2ptrain.protocol.rounds.deciding.events import Lead
+from p2ptrain.protocol.rounds.deciding.policy import drawn
+from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, PeerBackoff
 from p2ptrain.protocol.wire.messages import Due, Head
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -15,10 +15,10 @@ from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.merkle import leaf_hash
 from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.averaging import Chunks
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.record import most_square
-from p2ptrain.protocol.rounds.timeouts import SLOWEST_BYTES_S, Timeouts
+from p2ptrain.protocol.rounds.deciding.averaging import Chunks
+from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.deciding.record import most_square
+from p2ptrain.protocol.rounds.deciding.timeouts import SLOWEST_BYTES_S, Timeouts
 from p2ptrain.protocol.wire.messages import Contribution, Contributor, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 

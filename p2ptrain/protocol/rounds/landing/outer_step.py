@@ -11,8 +11,8 @@ from p2ptrain.algorithms.averaging import MAX_MEAN
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Landing
-from p2ptrain.protocol.rounds.averaging import Averaging, Blobs
-from p2ptrain.protocol.rounds.proof import voters_of
+from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blobs
+from p2ptrain.protocol.rounds.deciding.proof import voters_of
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
 Land = Callable[[int, np.ndarray, np.ndarray], None]

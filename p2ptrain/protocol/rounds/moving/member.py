@@ -17,15 +17,15 @@ from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.links.link import BULK_FROM_BYTES
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution
-from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
-from p2ptrain.protocol.rounds.guard import SpanNorms
-from p2ptrain.protocol.rounds.policy import parts_of
-from p2ptrain.protocol.rounds.record import check_company, check_join, check_proposal, expected, name_of
-from p2ptrain.protocol.rounds.reducer import Reducer
-from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.deciding.events import Event, Fetch, Held, MemberFailed, Prepared
+from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
+from p2ptrain.protocol.rounds.deciding.policy import parts_of
+from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
+from p2ptrain.protocol.rounds.landing.contribution import CHUNKS_PER_VISIT, OwnContribution
+from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
+from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 
 from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
 from p2ptrain.protocol.rounds.liveness import Liveness
-from p2ptrain.protocol.rounds.proof import Voter, is_quorum
 from p2ptrain.protocol.wire.messages import LINEAGE_PATTERN, MAX_COUNT, Head
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId

@@ -32,9 +32,9 @@ from dataclasses import replace
 import msgspec
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds import events as ev
-from p2ptrain.protocol.rounds.events import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
-from p2ptrain.protocol.rounds.proof import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding import events as ev
+from p2ptrain.protocol.rounds.deciding.events import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
+from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 

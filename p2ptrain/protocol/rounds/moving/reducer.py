@@ -14,11 +14,11 @@ import trio
 from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.averaging import Blob, Chunks
-from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.part_store import BoundedBuffer, MeanPush, blob_digest
-from p2ptrain.protocol.rounds.timeouts import REPORT_S
+from p2ptrain.protocol.rounds.deciding.averaging import Blob, Chunks
+from p2ptrain.protocol.rounds.deciding.timeouts import REPORT_S
+from p2ptrain.protocol.rounds.moving.collection import Collection, EarlyChunks
+from p2ptrain.protocol.rounds.moving.part_store import BoundedBuffer, MeanPush, blob_digest
 from p2ptrain.protocol.wire.messages import Arrived, Contribution, Contributor, Record, Reduce, Reduced, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 

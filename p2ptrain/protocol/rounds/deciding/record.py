@@ -14,9 +14,9 @@ from p2ptrain.algorithms.merkle import HASH_BYTES
 from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.rounds.averaging import Averaging, Conclusion, is_audited
-from p2ptrain.protocol.rounds.policy import may_be_drawn, rank
-from p2ptrain.protocol.rounds.proof import Voter
+from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Conclusion, is_audited
+from p2ptrain.protocol.rounds.deciding.policy import may_be_drawn, rank
+from p2ptrain.protocol.rounds.deciding.proof import Voter
 from p2ptrain.protocol.wire.messages import MAX_COUNT, Arrived, Contributor, Head, Join, Record, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig

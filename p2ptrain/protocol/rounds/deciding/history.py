@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.lineage import new_lineage
-from p2ptrain.protocol.rounds.proof import Prover, Voter, voters_of
-from p2ptrain.protocol.rounds.record import check_size
+from p2ptrain.protocol.rounds.deciding.lineage import new_lineage
+from p2ptrain.protocol.rounds.deciding.proof import Prover, Voter, voters_of
+from p2ptrain.protocol.rounds.deciding.record import check_size
 from p2ptrain.protocol.wire.messages import Commit, Entry, Founding, Head, pack
 from p2ptrain.protocol.wire.transport import PeerId
 

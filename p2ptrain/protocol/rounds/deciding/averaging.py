@@ -24,8 +24,8 @@ from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
 from p2ptrain.algorithms.codec import Codec, Encoded, codec
 from p2ptrain.algorithms.robust import clipped_mean, geometric_median, trimmed_mean
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds import policy
-from p2ptrain.protocol.rounds.grid import Grid, gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.deciding import policy
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig

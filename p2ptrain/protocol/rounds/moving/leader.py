@@ -14,11 +14,11 @@ import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.links.links import HELD_UP_S
-from p2ptrain.protocol.rounds import guard, policy
-from p2ptrain.protocol.rounds.averaging import Conclusion
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.record import check_arrived, record_of
-from p2ptrain.protocol.rounds.timeouts import SILENT_REDUCER_S, PeerBackoff
+from p2ptrain.protocol.rounds.deciding import guard, policy
+from p2ptrain.protocol.rounds.deciding.averaging import Conclusion
+from p2ptrain.protocol.rounds.deciding.record import check_arrived, record_of
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S, PeerBackoff
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -30,10 +30,10 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
-from p2ptrain.protocol.rounds.averaging import Averaging, Chunks
-from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.part_store import PartStore, blob_digest, fetch_pipelined
+from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Chunks
+from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
+from p2ptrain.protocol.rounds.moving.part_store import PartStore, blob_digest, fetch_pipelined
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections import deque
 
-from p2ptrain.protocol.rounds.events import Limits
+from p2ptrain.protocol.rounds.deciding.events import Limits
 from p2ptrain.protocol.wire.transport import PeerId
 
 # A sender without a chunk for this long is excluded, or for four round trips, or twice what one takes on the slowest

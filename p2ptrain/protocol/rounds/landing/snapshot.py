@@ -17,7 +17,7 @@ from p2ptrain.protocol.exchange.types import Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
-from p2ptrain.protocol.rounds.contribution import OwnContribution
+from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
 
 logger = logging.getLogger(__name__)
 

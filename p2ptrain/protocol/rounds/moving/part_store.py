@@ -19,8 +19,8 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.nursery import nursery_raising
-from p2ptrain.protocol.rounds.averaging import Averaging, Blob
-from p2ptrain.protocol.rounds.timeouts import SLOWEST_BYTES_S
+from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blob
+from p2ptrain.protocol.rounds.deciding.timeouts import SLOWEST_BYTES_S
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Request, Roster, pack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 

@@ -377,7 +377,7 @@ class Host:
         self._context: Any = SimpleNamespace(
             run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
             state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
-            liveness=SimpleNamespace(own=("a", "a.1")), audited=True,
+            liveness=SimpleNamespace(own=("a", "a.1")), audited=True, avoided=PeerBackoff(),
         )  # fmt: skip
 
     def tell(self, peer_id: str, message: Message) -> None:
@@ -391,7 +391,7 @@ class Host:
                     self.tell(to, message)
                 case Average(attempt, joins):
                     self.leader = AveragingLeader(
-                        self._context, PeerBackoff(), attempt, self.head, attempt_s=100.0, rtt_s=0.0, tell=self.tell
+                        self._context, attempt, self.head, attempt_s=100.0, rtt_s=0.0, tell=self.tell
                     )
                     self._nursery.start_soon(self._lead, self.leader, dict(joins))
                 case LeaderEnded():
@@ -453,9 +453,9 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
             context: Any = SimpleNamespace(
                 run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
                 state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
-                liveness=SimpleNamespace(own=("a", "a.1")), audited=True,
+                liveness=SimpleNamespace(own=("a", "a.1")), audited=True, avoided=PeerBackoff(),
             )  # fmt: skip
-            backoff, plans = PeerBackoff(), []
+            plans: list[list[str]] = []
 
             def tell(peer_id: str, message: Message) -> None:
                 if isinstance(message, Roster) and peer_id == "a":
@@ -467,7 +467,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
                 attempt = Attempt(counter, "a", "a.1")
                 head = Host(nursery).head
                 leader = AveragingLeader(
-                    context, backoff, attempt, head, attempt_s=1000.0, rtt_s=0.0, tell=tell
+                    context, attempt, head, attempt_s=1000.0, rtt_s=0.0, tell=tell
                 )  # fmt: skip
 
                 async def report(leader: AveragingLeader = leader) -> None:

@@ -87,7 +87,7 @@ def test_of_proposed_records_only_the_last_and_those_accepted_or_committed_are_h
         await parts.fetch(records[0], [])
         parts.keep(records[0])
         await parts.fetch(records[1], [])
-        parts.accepted = lambda: records[1]
+        parts.accepted = records[1]
         for record in records[2:]:
             await parts.fetch(record, [])
             parts.end_attempt()

@@ -57,7 +57,7 @@ def test_a_reducer_that_withholds_its_part_is_avoided_and_nobody_else_is(late: b
 
             def gone_on() -> bool:
                 for name in "abc":
-                    avoided = s.peers[name].node.engine._attempts._reducers.backed_off(trio.current_time())
+                    avoided = s.peers[name].node.engine.context.avoided.backed_off(trio.current_time())
                     assert avoided <= {"x"}, name
                 rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
                 return bool(reported) and all(len(of) >= 5 for of in rounds)

@@ -22,7 +22,7 @@ from p2ptrain.protocol.rounds.deciding import events as ev
 from p2ptrain.protocol.rounds.deciding.events import State
 from p2ptrain.protocol.rounds.deciding.record import check_roster, joins_rounds
 from p2ptrain.protocol.rounds.deciding.schedule import Schedule
-from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, SILENT_REDUCER_S, PeerBackoff
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S
 from p2ptrain.protocol.rounds.landing.commit import Committer
 from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
@@ -60,15 +60,12 @@ class Attempts:
         self._deliver = deliver
         self._changed = changed
         self._start_soon = start_soon
-        self._reducers = PeerBackoff()
         self._failed_of: Counter[PeerId] = Counter()
         self._member: Participation | None = None
         self._leader: AveragingLeader | None = None
         self._queue: deque[ev.Event] = deque()
         self._running = False
         self.state = self._first_state(head)
-        context.audits.avoid = self._avoid_reducer
-        context.parts.accepted = lambda: self.state.acceptor.record
         context.exchange.on_snapshot = self._on_snapshot
 
     def _first_state(self, head: m.Head) -> State:
@@ -78,6 +75,7 @@ class Attempts:
         """Begin the round after a new head. Forgets what was promised and accepted."""
         self.give_up("its state has changed")
         self.state = self._first_state(head)
+        self._context.parts.accepted = None
         self.failed = 0
         self._taker.forget()
 
@@ -147,6 +145,7 @@ class Attempts:
     def _step(self, event: ev.Event) -> None:
         # What an effect causes at once, such as a message to ourselves, is queued until all effects are done.
         self.state, effects = consensus.step(self.state, event, trio.current_time())
+        self._context.parts.accepted = self.state.acceptor.record
         for effect in effects:
             try:
                 self._carry_out(effect, event)
@@ -208,18 +207,15 @@ class Attempts:
         self._end_member()
         self._member = Participation(
             self._context, attempt, self.state.head, self._taker,
-            fetch=self._committer.fetcher.fetch, tell=self.tell, apply=self.apply, avoid=self._avoid_reducer,
+            fetch=self._committer.fetcher.fetch, tell=self.tell, apply=self.apply,
         )  # fmt: skip
         self._start_soon(self._member.run, window_s)
-
-    def _avoid_reducer(self, peer_id: PeerId) -> None:
-        self._reducers.note(peer_id, trio.current_time(), SILENT_REDUCER_S)
 
     def _lead(self, attempt: m.Attempt, joins: dict[PeerId, m.Join]) -> None:
         assert self.state.proposer is not None
         self._end_leader()
         self._leader = AveragingLeader(
-            self._context, self._reducers, attempt, self.state.head, attempt_s=self.state.proposer.attempt_s,
+            self._context, attempt, self.state.head, attempt_s=self.state.proposer.attempt_s,
             rtt_s=self._context.liveness.round_trip_s(), tell=self.tell,
         )  # fmt: skip
         self._start_soon(self._average, self._leader, joins)

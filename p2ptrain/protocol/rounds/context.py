@@ -17,7 +17,7 @@ from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_co
 from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
 from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
-from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
+from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff, Timeouts
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.moving.audit import Audits
 from p2ptrain.protocol.rounds.moving.part_store import PartStore
@@ -62,6 +62,7 @@ class RoundContext:
         swarm_size: about how many peers the run has; 0 while we link to all of them.
         has_contributed: whether a peer contributed to one of the last rounds, or none has landed yet.
         audited: whether members commit to their chunks, and reducers are audited.
+        avoided: reducers that were silent, or whose means are refused; they reduce only if no other can.
     """
 
     peer_id: PeerId
@@ -84,6 +85,7 @@ class RoundContext:
     swarm_size: Callable[[], float] = field(init=False, default=lambda: 0.0)
     has_contributed: Callable[[PeerId], bool] = field(init=False, default=lambda _: True)
     mean_guard: MeanGuard = field(init=False)
+    avoided: PeerBackoff = field(init=False, default_factory=PeerBackoff)
     audits: Audits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,4 +103,6 @@ class RoundContext:
             mean_bytes=codecs[1].size_bytes, spare_bytes=SPARE_MODELS * model_bytes,
         )  # fmt: skip
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
-        self.audits = Audits(self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.grid)
+        self.audits = Audits(
+            self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.grid, self.avoided
+        )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -32,6 +31,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Chunks
 from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S, PeerBackoff
 from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
 from p2ptrain.protocol.rounds.moving.part_store import PartStore, blob_digest, fetch_pipelined
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request
@@ -108,15 +108,14 @@ def _copy_of(own: OwnContribution, bounds: list[tuple[int, int]]) -> list[bytes]
 class Audits:
     """The audit of the last round: keeps and serves our chunks of its part, audits, and checks accusations.
 
-    Attributes:
-        avoid: called with a reducer that withholds its own bytes.
+    Args:
+        avoided: takes reducers that withhold their own bytes.
     """
 
     def __init__(
         self, peer_id: PeerId, run: RunConfig, links: Links, compute: Compute, parts: PartStore, averaging: Averaging,
-        codec: Codec, grid: Grid,
+        codec: Codec, grid: Grid, avoided: PeerBackoff,
     ) -> None:  # fmt: skip
-        self.avoid: Callable[[PeerId], None] = lambda _: None
         self._peer_id = peer_id
         self._rate = run.audit_rate
         self._links = links
@@ -125,6 +124,7 @@ class Audits:
         self._averaging = averaging
         self._codec = codec
         self._grid = grid
+        self._avoided = avoided
         self._last: Record | None = None
         self._audited: Audited | None = None
         self._checking = trio.Lock()
@@ -137,7 +137,7 @@ class Audits:
             return
         part, chunks = record.parts[draw.part], list[bytes]()
         # After the decision a reducer may also pass on a part that it did not make.
-        from_holder = self._parts.accepted() == record and self._parts.giver(part.digest) == part.holder
+        from_holder = self._parts.accepted == record and self._parts.giver(part.digest) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
             chunks = await self._compute(_copy_of, own, self._grid.bounds(part.start, part.stop))
@@ -159,7 +159,7 @@ class Audits:
                 case Verdict.WITHHELD:
                     holder = audited.part.holder
                     logger.warning("round %d: reducer %s withholds its audit data", record.round, holder)
-                    self.avoid(holder)
+                    self._avoided.note(holder, trio.current_time(), SILENT_REDUCER_S)
 
     async def expire(self) -> None:
         """Drop our chunks of the last round after a while."""

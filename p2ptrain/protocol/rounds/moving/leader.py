@@ -18,7 +18,7 @@ from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.deciding import guard, policy
 from p2ptrain.protocol.rounds.deciding.averaging import Conclusion
 from p2ptrain.protocol.rounds.deciding.record import check_arrived, record_of
-from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S, PeerBackoff
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -36,13 +36,12 @@ class AveragingLeader:
     """One attempt, led by this peer. `deliver` and `note_gone` are called while `run` runs."""
 
     def __init__(
-        self, context: RoundContext, backoff: PeerBackoff, attempt: m.Attempt, head: m.Head, *, attempt_s: float,
+        self, context: RoundContext, attempt: m.Attempt, head: m.Head, *, attempt_s: float,
         rtt_s: float, tell: Tell,
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.scope = trio.CancelScope()
         self._context = context
-        self._backoff = backoff
         self._silent_s = context.timeouts.reducer_s(rtt_s)
         self._head = head
         self._attempt_s = attempt_s
@@ -82,7 +81,7 @@ class AveragingLeader:
     def note_gone(self, peer_id: PeerId, reason: str, avoided_s: float = SILENT_REDUCER_S) -> None:
         """A peer was lost, withdrew, or follows a higher attempt: a reducer is avoided for `avoided_s` or longer."""
         if peer_id in self._heard_s and peer_id not in self._gone:
-            self._backoff.note(peer_id, trio.current_time(), avoided_s)
+            self._context.avoided.note(peer_id, trio.current_time(), avoided_s)
         self._gone.setdefault(peer_id, reason)
         self._changed.set()
 
@@ -90,7 +89,7 @@ class AveragingLeader:
         """The attempt timed out: avoid the reducers that have not reported their part."""
         for peer_id in self._averaging:
             logger.warning("round %d: reducer %s did not average its part in time", self._head.round + 1, peer_id)
-            self._backoff.note(peer_id, trio.current_time(), SILENT_REDUCER_S)
+            self._context.avoided.note(peer_id, trio.current_time(), SILENT_REDUCER_S)
 
     async def run(self, joins: dict[PeerId, m.Join]) -> m.Record:
         """Lead the averaging, and return the record to propose. Raises RoundFailedError.
@@ -109,7 +108,7 @@ class AveragingLeader:
         if agreed != own_state:
             raise RoundFailedError("this leader's state differs from that of most members")
         struck = self._context.links.strikes.keys() & set(members)
-        avoided = self._backoff.backed_off(trio.current_time()) | struck
+        avoided = self._context.avoided.backed_off(trio.current_time()) | struck
         joins = policy.averageable({peer_id: joins[peer_id] for peer_id in members}, avoided)
         members = list(joins)
         self._plan = tuple(self._context.averaging.plan(joins, avoided, self._context.state.num_blocks))
@@ -249,6 +248,6 @@ class AveragingLeader:
             self._heard_s = dict.fromkeys(self._heard_s, now)
         for peer_id, at_s in self._heard_s.items():
             if peer_id not in self._gone and now >= at_s + self._silent_s:
-                self._backoff.note(peer_id, now, SILENT_REDUCER_S)
+                self._context.avoided.note(peer_id, now, SILENT_REDUCER_S)
                 self._gone[peer_id] = f"it sent nothing for {now - at_s:.0f} s"
         return news

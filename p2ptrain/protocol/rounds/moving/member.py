@@ -22,6 +22,7 @@ from p2ptrain.protocol.rounds.deciding.events import Event, Fetch, Held, MemberF
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.policy import parts_of
 from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
 from p2ptrain.protocol.rounds.landing.contribution import CHUNKS_PER_VISIT, OwnContribution
 from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
@@ -128,7 +129,6 @@ class Participation:
     """An attempt that we take part in. Run `run` in a task; cancel `scope` when the attempt has ended.
 
     Args:
-        avoid: called with a reducer whose mean was refused.
         fetch: fetches all parts of a record; raises RoundFailedError, PeerLostError or WireError.
         apply: passes an event to the consensus.
     """
@@ -136,7 +136,6 @@ class Participation:
     def __init__(
         self, context: RoundContext, attempt: Attempt, head: Head, taker: SnapshotTaker, *,
         fetch: Callable[[Record], Awaitable[SpanNorms]], tell: Tell, apply: Callable[[Event], None],
-        avoid: Callable[[PeerId], None],
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.scope = trio.CancelScope()
@@ -146,7 +145,6 @@ class Participation:
         self._fetch = fetch
         self._tell = tell
         self._apply = apply
-        self._avoid = avoid
         self._orders_send, self._orders = trio.open_memory_channel[Order](MAX_ORDERS)
         self._early = EarlyChunks(context.codec, context.grid)
         self._sender: Sender | None = None
@@ -267,7 +265,7 @@ class Participation:
         leads = self.attempt.leader == self._context.peer_id and self._sender is not None
         context = self._context
         # Our READY for this record may have decided it, so it must not depend on whom we see now.
-        is_accepted = context.parts.accepted() == record
+        is_accepted = context.parts.accepted == record
         if not (self._taker.sits_out or leads or is_accepted):
             most, size = context.run.max_contributors, context.swarm_size()
             seen = expected(record, context.liveness.present(), most, size)
@@ -308,6 +306,9 @@ class Participation:
             if own is not None and context.audited:
                 await self._avoid_largest(record, norms, own)
             raise RoundFailedError(reason)
+
+    def _avoid(self, reducer: PeerId) -> None:
+        self._context.avoided.note(reducer, trio.current_time(), SILENT_REDUCER_S)
 
     async def _avoid_largest(self, record: Record, norms: SpanNorms, own: OwnContribution) -> None:
         """Avoid the reducer whose part of the mean exceeds our own outer gradient the most."""

@@ -194,14 +194,14 @@ class PartStore:
 
     Attributes:
         mean_bytes: as given.
-        accepted: the record that we are READY with, or None; its parts are kept.
+        accepted: the record that we are READY with, as `Attempts` sets it; its parts are kept.
     """
 
     def __init__(
         self, links: Links, compute: Compute, averaging: Averaging, *,
         mean_bytes: Callable[[int], int], spare_bytes: int = 0,
     ) -> None:  # fmt: skip
-        self.accepted: Callable[[], Record | None] = lambda: None
+        self.accepted: Record | None = None
         self.mean_bytes = mean_bytes
         self._spare_bytes = spare_bytes
         self._attempt: Attempt | None = None
@@ -313,7 +313,7 @@ class PartStore:
             self._forget_unneeded()
 
     def _forget_unneeded(self) -> None:
-        records = [record for record in (*self._wanted, self.accepted()) if record is not None]
+        records = [record for record in (*self._wanted, self.accepted) if record is not None]
         named = (part.digest for record in records for part in record.parts)
         self._drop_all_but([*self._kept, *self._reduced, *named])
 

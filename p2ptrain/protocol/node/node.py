@@ -122,8 +122,9 @@ class Node:
         directory = directory_of(directory, closed, self.peer_id)
         prover = Prover(transport, incarnation, self._digest)
         context = RoundContext(
-            self.peer_id, incarnation, run, prover, self.links, self.state, exchange, compute, errors, host=self
-        )
+            self.peer_id, incarnation, run, prover, self.links, self.state, exchange, compute, errors, host=self,
+            swarm_size=lambda: self.membership.size.estimate if self.membership.is_large else 0.0,
+        )  # fmt: skip
         engine = self.engine = RoundDriver(context, rng)
         self._interval = IntervalWatch(run.sync_every)
         rounds = RoundPeers(
@@ -137,7 +138,6 @@ class Node:
             self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
             restored=restored, rng=rng, pins=pins,
         )  # fmt: skip
-        context.swarm_size = lambda: self.membership.size.estimate if self.membership.is_large else 0.0
         self._pace = PushPace(gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None
@@ -171,7 +171,7 @@ class Node:
 
     def _admits(self, peer_id: PeerId) -> bool:
         """Whether fragments of a peer are merged."""
-        return self.engine.recent.admits(peer_id)
+        return self.engine.context.recent.admits(peer_id)
 
     def _fail(self, error: Exception) -> None:
         """End this node with an exception."""

@@ -15,6 +15,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.deciding.averaging import Averaging, averaging_of, is_audited
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
+from p2ptrain.protocol.rounds.deciding.policy import RecentContributors
 from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff, Timeouts
@@ -60,7 +61,7 @@ class RoundContext:
         errors: logs exceptions of our own code that cost no more than an attempt.
         codec: of outer gradients.
         swarm_size: about how many peers the run has; 0 while we link to all of them.
-        has_contributed: whether a peer contributed to one of the last rounds, or none has landed yet.
+        recent: whose fragments are merged, and whom records must name; set with each head.
         audited: whether members commit to their chunks, and reducers are audited.
         avoided: reducers that were silent, or whose means are refused; they reduce only if no other can.
     """
@@ -75,6 +76,8 @@ class RoundContext:
     compute: Compute
     errors: ErrorLog
     host: RoundHost
+    swarm_size: Callable[[], float] = lambda: 0.0
+    recent: RecentContributors = field(init=False, default_factory=RecentContributors)
     liveness: Liveness = field(init=False)
     averaging: Averaging = field(init=False)
     codec: Codec = field(init=False)
@@ -82,8 +85,6 @@ class RoundContext:
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
-    swarm_size: Callable[[], float] = field(init=False, default=lambda: 0.0)
-    has_contributed: Callable[[PeerId], bool] = field(init=False, default=lambda _: True)
     mean_guard: MeanGuard = field(init=False)
     avoided: PeerBackoff = field(init=False, default_factory=PeerBackoff)
     audits: Audits = field(init=False)

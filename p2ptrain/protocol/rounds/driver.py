@@ -23,7 +23,7 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.events import State, Tick, deadline_s
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
 from p2ptrain.protocol.rounds.deciding.lineage import LineageWatch, PastHeads
-from p2ptrain.protocol.rounds.deciding.policy import MARGIN, MARGIN_OF_OTHERS, RecentContributors, may_be_drawn, rank
+from p2ptrain.protocol.rounds.deciding.policy import MARGIN, MARGIN_OF_OTHERS, may_be_drawn, rank
 from p2ptrain.protocol.rounds.deciding.proof import HeadVotes
 from p2ptrain.protocol.rounds.deciding.record import check_join
 from p2ptrain.protocol.rounds.deciding.schedule import Schedule
@@ -55,17 +55,14 @@ class RoundDriver:
         past_heads: the heads that we had; `adopt` takes only those that it allows.
         history: the run's history up to our head, as far as we know it.
         committer: applies decided rounds.
-        recent: whose fragments are merged, and whom records must name.
     """
 
     def __init__(self, context: RoundContext, rng: random.Random) -> None:
         self.context = context
         self.past_heads = PastHeads()
         self.history = History()
-        self.recent = RecentContributors()
         # Partners whose claims to be ahead in our lineage brought nothing, and those of lineages that we did not adopt.
         self._futile, self._refused = PeerBackoff(MAX_IGNORED_S), PeerBackoff(MAX_IGNORED_S)
-        context.has_contributed = lambda peer_id: self.recent.admits(peer_id)
         self._exchange = context.exchange
         self._taker = SnapshotTaker(context, self._start_soon)
         self._fetcher = RecordFetcher(context, lambda: self.head, self._start_soon)
@@ -174,7 +171,7 @@ class RoundDriver:
         """Go on from this head, which `past_heads.may_adopt` must allow. Forgets votes and plans."""
         assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
         self.past_heads.note(head)
-        self.recent = self.recent.after(head)
+        self.context.recent = self.context.recent.after(head)
         self._voter_ids = frozenset(peer for peer, _ in head.voters)
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)

@@ -270,8 +270,8 @@ class Participation:
             most, size = context.run.max_contributors, context.swarm_size()
             seen = expected(record, context.liveness.present(), most, size)
             # No leader can name strangers that are linked but never take part.
-            own, admits = context.liveness.own, context.has_contributed
-            check_company(record, {voter for voter in seen if voter == own or admits(voter[0])})
+            own, recent = context.liveness.own, context.recent
+            check_company(record, {voter for voter in seen if voter == own or recent.admits(voter[0])})
         self._check_commitments(record)
         try:
             norms = await self._fetch(record)

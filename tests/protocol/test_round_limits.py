@@ -628,7 +628,7 @@ def test_a_deferred_message_that_fails_closes_the_link_of_its_sender(
 
         with monkeypatch.context() as patch:
             patch.setattr(engine._attempts, "receive", fail)
-            engine._on_resolved()
+            engine.resolved()
         assert link.lost.is_set()
         assert node.links.strikes.get("x", 0) == isinstance(error, WireError)
         tracebacks = [record for record in caplog.records if record.exc_info]

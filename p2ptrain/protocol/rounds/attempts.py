@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, RoundReport, Snapshot
-from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
+from p2ptrain.protocol.rounds.context import RoundContext, RoundEvents
 from p2ptrain.protocol.rounds.deciding import consensus
 from p2ptrain.protocol.rounds.deciding import events as ev
 from p2ptrain.protocol.rounds.deciding.events import State
@@ -40,8 +40,7 @@ class Attempts:
     """Decides one round at a time. `begin` starts the next.
 
     Args:
-        deliver: takes messages to ourselves.
-        changed: called when there may be something new to do or to wait for.
+        events: takes messages to ourselves, and learns when there may be something new to do or to wait for.
 
     Attributes:
         state: of the consensus.
@@ -49,17 +48,20 @@ class Attempts:
     """
 
     def __init__(
-        self, context: RoundContext, head: m.Head, taker: SnapshotTaker, schedule: Schedule, committer: Committer, *,
-        deliver: Callable[[PeerId, m.Message], None], changed: Callable[[], None], start_soon: StartSoon,
-    ) -> None:  # fmt: skip
+        self,
+        context: RoundContext,
+        head: m.Head,
+        taker: SnapshotTaker,
+        schedule: Schedule,
+        committer: Committer,
+        events: RoundEvents,
+    ) -> None:
         self.failed = 0
         self._context = context
         self._taker = taker
         self._schedule = schedule
         self._committer = committer
-        self._deliver = deliver
-        self._changed = changed
-        self._start_soon = start_soon
+        self._events = events
         self._failed_of: Counter[PeerId] = Counter()
         self._member: Participation | None = None
         self._leader: AveragingLeader | None = None
@@ -140,7 +142,7 @@ class Attempts:
         self._running = False
         now = self.state
         if (before.member, before.proposer, before.learned) != (now.member, now.proposer, now.learned):
-            self._changed()
+            self._events.changed()
 
     def _step(self, event: ev.Event) -> None:
         # What an effect causes at once, such as a message to ourselves, is queued until all effects are done.
@@ -183,7 +185,7 @@ class Attempts:
                 if self._leader is not None and effect.timed_out:
                     self._leader.note_timed_out()
                 self._end_leader()
-                self._changed()
+                self._events.changed()
             case ev.Learned(commit):
                 if self._member is not None:
                     self._taker.sent = self._member.attempt == commit.attempt and self._member.has_sent
@@ -198,7 +200,7 @@ class Attempts:
     def tell(self, peer_id: PeerId, message: m.Message) -> None:
         """Send a control message, also to ourselves; dropped if the peer is not linked."""
         if peer_id == self._context.peer_id:
-            self._deliver(peer_id, message)
+            self._events.deliver(peer_id, message)
         elif (link := self._context.links.get(peer_id)) is not None:
             link.send(message)
 
@@ -206,10 +208,15 @@ class Attempts:
         self._taker.begin()
         self._end_member()
         self._member = Participation(
-            self._context, attempt, self.state.head, self._taker,
-            fetch=self._committer.fetcher.fetch, tell=self.tell, apply=self.apply,
-        )  # fmt: skip
-        self._start_soon(self._member.run, window_s)
+            self._context,
+            attempt,
+            self.state.head,
+            self._taker,
+            self._committer.fetcher,
+            tell=self.tell,
+            apply=self.apply,
+        )
+        self._context.start_soon(self._member.run, window_s)
 
     def _lead(self, attempt: m.Attempt, joins: dict[PeerId, m.Join]) -> None:
         assert self.state.proposer is not None
@@ -218,7 +225,7 @@ class Attempts:
             self._context, attempt, self.state.head, attempt_s=self.state.proposer.attempt_s,
             rtt_s=self._context.liveness.round_trip_s(), tell=self.tell,
         )  # fmt: skip
-        self._start_soon(self._average, self._leader, joins)
+        self._context.start_soon(self._average, self._leader, joins)
 
     async def _average(self, leader: AveragingLeader, joins: dict[PeerId, m.Join]) -> None:
         with leader.scope:
@@ -243,7 +250,7 @@ class Attempts:
             self._schedule.ignore(leader, trio.current_time())
         if not superseded and self.failed >= MAX_ATTEMPTS and self.state.acceptor.record is None:
             self._skip(effect.reason)
-        self._changed()
+        self._events.changed()
 
     def _skip(self, reason: str) -> None:
         """Skip the round: weights and progress stay, and the next one is due an interval later."""
@@ -335,7 +342,7 @@ class Attempts:
         if self._leader is not None:
             self._leader.note_gone(peer_id, "it was lost")
         self.apply(ev.Lost(peer_id))
-        self._changed()
+        self._events.changed()
 
     def exclude_stalled(self) -> None:
         """Exclude members that send nothing, or leave the attempt of a lost leader; called a few times a second."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import trio
 
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.error_log import ErrorLog
@@ -22,7 +24,7 @@ from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff, Timeouts
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.moving.audit import Audits
 from p2ptrain.protocol.rounds.moving.part_store import PartStore
-from p2ptrain.protocol.wire.messages import Message
+from p2ptrain.protocol.wire.messages import Head, Message
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -30,8 +32,26 @@ from p2ptrain.settings.config import RunConfig
 SPARE_MODELS = 2
 # Sends a control message to a peer or to ourselves; dropped if the peer is not linked.
 Tell = Callable[[PeerId, Message], None]
-# Starts a task in the nursery of the driver: `start_soon(function, *args)`.
-StartSoon = Callable[..., None]
+
+
+class RoundEvents(Protocol):
+    """What the parts of a round tell the driver."""
+
+    def deliver(self, sender: PeerId, message: Message) -> None:
+        """Take a message that we send to ourselves."""
+        ...
+
+    def changed(self) -> None:
+        """There may be something new to do, or to wait for."""
+        ...
+
+    def advance(self, head: Head) -> None:
+        """A committed round has made this state: go on from it, before anything else can be decided."""
+        ...
+
+    def resolved(self) -> None:
+        """A round has landed or failed, or the whole state was replaced."""
+        ...
 
 
 class RoundHost(Protocol):
@@ -63,6 +83,7 @@ class RoundContext:
         swarm_size: about how many peers the run has; 0 while we link to all of them.
         recent: whose fragments are merged, and whom records must name; set with each head.
         audited: whether members commit to their chunks, and reducers are audited.
+        nursery: of the driver, while it runs.
         avoided: reducers that were silent, or whose means are refused; they reduce only if no other can.
     """
 
@@ -78,6 +99,7 @@ class RoundContext:
     host: RoundHost
     swarm_size: Callable[[], float] = lambda: 0.0
     recent: RecentContributors = field(init=False, default_factory=RecentContributors)
+    nursery: trio.Nursery | None = field(init=False, default=None)
     liveness: Liveness = field(init=False)
     averaging: Averaging = field(init=False)
     codec: Codec = field(init=False)
@@ -107,3 +129,8 @@ class RoundContext:
         self.audits = Audits(
             self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.grid, self.avoided
         )
+
+    def start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Start a task in the driver's nursery. Does nothing once that has ended: links may still deliver messages."""
+        if self.nursery is not None:
+            self.nursery.start_soon(task, *args)

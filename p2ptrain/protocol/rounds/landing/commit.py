@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import torch
@@ -20,7 +20,7 @@ from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind, RoundReport
 from p2ptrain.protocol.os_memory import LARGE_BYTES, release_pages, release_unused
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
+from p2ptrain.protocol.rounds.context import RoundContext, RoundEvents
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.policy import rank
 from p2ptrain.protocol.rounds.deciding.record import check_advance, check_record, name_of
@@ -60,17 +60,17 @@ class RecordFetcher:
     """Runs at most one fetch, which continues when its waiters are cancelled.
 
     Args:
-        head: the head that records must follow.
+        head: the head that records must follow; `begin` changes it.
     """
 
-    def __init__(self, context: RoundContext, head: Callable[[], Head], start_soon: StartSoon) -> None:
+    def __init__(self, context: RoundContext, head: Head) -> None:
         self._context = context
         self._head = head
-        self._start_soon = start_soon
         self._current: _Fetch | None = None
 
-    def forget(self) -> None:
+    def begin(self, head: Head) -> None:
         """After a new head: stop fetching, as the parts are no longer needed."""
+        self._head = head
         self._cancel()
 
     def _cancel(self) -> None:
@@ -85,7 +85,7 @@ class RecordFetcher:
 
         Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
         """
-        context, head = self._context, self._head()
+        context, head = self._context, self._head
         check_record(record, context.run, context.averaging, context.state.num_blocks)
         if record.parent_hash != head.state_hash:
             raise RoundFailedError("the record starts from another state than ours")
@@ -93,7 +93,7 @@ class RecordFetcher:
         if self._current is None or self._current.record != record:
             self._cancel()
             self._current = _Fetch(record)
-            self._start_soon(self._run, self._current)
+            context.start_soon(self._run, self._current)
         fetch = self._current
         await fetch.ended.wait()
         if fetch.error is not None:
@@ -137,8 +137,7 @@ class Committer:
 
     Args:
         taker: holds our contribution.
-        set_head: called with the new head once the state is that of a record, before anything else can be decided.
-        ended: called when a round has landed or failed, or the whole state was replaced.
+        events: told of each new head, and when a round has landed or failed.
 
     Attributes:
         lock: held while the anchor is replaced; hold it to copy a consistent one.
@@ -146,18 +145,13 @@ class Committer:
         resolving: whether a round is being applied, or the whole state replaced.
     """
 
-    def __init__(
-        self, context: RoundContext, taker: SnapshotTaker, fetcher: RecordFetcher, *,
-        set_head: Callable[[Head], None], ended: Callable[[], None], start_soon: StartSoon,
-    ) -> None:  # fmt: skip
-        self.fetcher = fetcher
+    def __init__(self, context: RoundContext, head: Head, taker: SnapshotTaker, events: RoundEvents) -> None:
+        self.fetcher = RecordFetcher(context, head)
         self.lock = trio.Lock()
         self.stepping = self.resolving = False
         self._context = context
         self._taker = taker
-        self._set_head = set_head
-        self._ended = ended
-        self._start_soon = start_soon
+        self._events = events
         self._progress: Progress | None = None
         self._head_set = False
         self._retry_delay_s, self._retry_s = RETRY_S, 0.0
@@ -168,9 +162,9 @@ class Committer:
         self._held_s = 0.0
         context.exchange.on_landed = self._on_landed
 
-    def forget(self) -> None:
+    def begin(self, head: Head) -> None:
         """After a new head: drop what was under way for the one before."""
-        self.fetcher.forget()
+        self.fetcher.begin(head)
         self._progress, self.stepping, self._retry_delay_s = None, False, RETRY_S
 
     @property
@@ -196,7 +190,7 @@ class Committer:
         assert not self.resolving
         self._taker.begin()
         self._begin()
-        self._start_soon(self._apply, commit)
+        self._context.start_soon(self._apply, commit)
 
     def retry(self, commit: Commit, now: float) -> None:
         """Try again to apply a decided round, unless it is too soon."""
@@ -209,7 +203,7 @@ class Committer:
     def _end(self) -> None:
         self.resolving = False
         self._idle.set()
-        self._ended()
+        self._events.resolved()
 
     async def _apply(self, commit: Commit) -> None:
         record = commit.record
@@ -218,7 +212,7 @@ class Committer:
             norms = await self.fetcher.fetch(record)
             report = await self._commit(commit)
             self._context.mean_guard.note(norms)
-            self._start_soon(self._trim_later, record)
+            self._context.start_soon(self._trim_later, record)
             self._context.host.round_ended(report)
         except (RoundFailedError, PeerLostError, WireError) as error:
             self._fail(record, str(error))
@@ -264,10 +258,10 @@ class Committer:
                 head = head_of(commit, context.state)
                 if own is not None:
                     context.timeouts.note_round(self._taker.spent().wall_s)
-                self._set_head(head)
+                self._events.advance(head)
                 self._head_set = True
-                self._start_soon(self._audit, record)
-                self._start_soon(context.audits.expire)
+                context.start_soon(self._audit, record)
+                context.start_soon(context.audits.expire)
             self.stepping = False
         if reason == OTHER_NAMED:
             logger.warning("round %d: %s", record.round, reason)
@@ -389,7 +383,7 @@ class Committer:
         self._held_s = held_s
         self._landed.set()
         if landing.kind == "add" and landing.buffer is not None:
-            self._start_soon(self._release, landing.buffer)
+            self._context.start_soon(self._release, landing.buffer)
 
     async def _release(self, landed: torch.Tensor) -> None:
         """Return the memory of what has landed. The round goes on for a while: the new state is still hashed."""

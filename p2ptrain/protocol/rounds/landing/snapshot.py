@@ -16,7 +16,7 @@ from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.exchange.types import Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
+from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
 
 logger = logging.getLogger(__name__)
@@ -48,12 +48,11 @@ class SnapshotTaker:
         sent: whether we sent all of `own` in the attempt that was decided.
     """
 
-    def __init__(self, context: RoundContext, start_soon: StartSoon) -> None:
+    def __init__(self, context: RoundContext) -> None:
         self.own: OwnContribution | None = None
         self.sits_out = ""
         self.sent = False
         self._context = context
-        self._start_soon = start_soon
         # Values that a coarse codec has not sent. With others the error stays in the weights and the next gradient.
         self._error = np.zeros_like(context.state.anchor) if context.codec.error_decay else None
         self._skipped: frozenset[bytes] = frozenset()
@@ -99,7 +98,7 @@ class SnapshotTaker:
             if self._memory is None:
                 self._memory = _Memory()
                 # Not ended with the attempt: the round's next one uses it.
-                self._start_soon(self._prepare, self._memory)
+                self._context.start_soon(self._prepare, self._memory)
             memory = self._memory
             with trio.move_on_at(called_s + window_s):
                 await memory.ready.wait()

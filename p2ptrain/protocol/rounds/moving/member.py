@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import trio
 
@@ -23,6 +23,7 @@ from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.policy import parts_of
 from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
+from p2ptrain.protocol.rounds.landing.commit import RecordFetcher
 from p2ptrain.protocol.rounds.landing.contribution import CHUNKS_PER_VISIT, OwnContribution
 from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
@@ -129,20 +130,20 @@ class Participation:
     """An attempt that we take part in. Run `run` in a task; cancel `scope` when the attempt has ended.
 
     Args:
-        fetch: fetches all parts of a record; raises RoundFailedError, PeerLostError or WireError.
+        fetcher: fetches the parts of the record that is proposed.
         apply: passes an event to the consensus.
     """
 
     def __init__(
-        self, context: RoundContext, attempt: Attempt, head: Head, taker: SnapshotTaker, *,
-        fetch: Callable[[Record], Awaitable[SpanNorms]], tell: Tell, apply: Callable[[Event], None],
+        self, context: RoundContext, attempt: Attempt, head: Head, taker: SnapshotTaker, fetcher: RecordFetcher, *,
+        tell: Tell, apply: Callable[[Event], None],
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.scope = trio.CancelScope()
         self._context = context
         self._head = head
         self._taker = taker
-        self._fetch = fetch
+        self._fetcher = fetcher
         self._tell = tell
         self._apply = apply
         self._orders_send, self._orders = trio.open_memory_channel[Order](MAX_ORDERS)
@@ -274,7 +275,7 @@ class Participation:
             check_company(record, {voter for voter in seen if voter == own or recent.admits(voter[0])})
         self._check_commitments(record)
         try:
-            norms = await self._fetch(record)
+            norms = await self._fetcher.fetch(record)
         except PeerLostError:
             # Without a roster, who reported the record may have made up its holders.
             if self._sender is not None:

@@ -51,7 +51,7 @@ def start(s: Swarm) -> None:
 
 
 def audits_of(peer: TestPeer) -> Audits:
-    return peer.node.engine.context.audits
+    return peer.node.engine.committer.audits
 
 
 def strikes(s: Swarm, by: str = "abc") -> dict[str, set[str]]:

@@ -16,26 +16,26 @@ from tests.protocol.test_policy import ATTEMPT, arrived_of, join_of
 
 def test_a_report_has_one_norm_and_one_root_for_each_member() -> None:
     arrived = arrived_of(ATTEMPT, 0, ("a", "b"))
-    check_arrived(arrived, sealed=True, num_blocks=1)
+    check_arrived(arrived, audited=True, num_blocks=1)
     lies: list[dict[str, Any]] = [
         {"norms": (1.0,)}, {"norms": (1.0, -1e-9)}, {"roots": (bytes(32),)}, {"roots": (bytes(32), b"")}
     ]  # fmt: skip
     for lie in lies:
         with pytest.raises(WireError, match="Arrived"):
-            check_arrived(msgspec.structs.replace(arrived, **lie), sealed=True, num_blocks=1)
+            check_arrived(msgspec.structs.replace(arrived, **lie), audited=True, num_blocks=1)
     with pytest.raises(WireError, match="root"):
-        check_arrived(arrived, sealed=False, num_blocks=1)
-    check_arrived(arrived_of(ATTEMPT, 0, ("a",), root=b""), sealed=False, num_blocks=1)
+        check_arrived(arrived, audited=False, num_blocks=1)
+    check_arrived(arrived_of(ATTEMPT, 0, ("a",), root=b""), audited=False, num_blocks=1)
 
 
 def test_a_reported_norm_is_one_that_values_within_the_limit_can_have() -> None:
     arrived = arrived_of(ATTEMPT, 0, ("a", "b"))
     most = 64 * 3 * (2e12) ** 2
     for norm in (0.0, 1.0, most):
-        check_arrived(msgspec.structs.replace(arrived, norms=(1.0, norm)), sealed=True, num_blocks=3)
+        check_arrived(msgspec.structs.replace(arrived, norms=(1.0, norm)), audited=True, num_blocks=3)
     for norm in (1.01 * most, 1.7e308, math.inf, math.nan, -math.inf, -1e-9):
         with pytest.raises(WireError, match=r"squared norm .*: must be between 0 and 7\.68e\+26"):
-            check_arrived(msgspec.structs.replace(arrived, norms=(norm, 1.0)), sealed=True, num_blocks=3)
+            check_arrived(msgspec.structs.replace(arrived, norms=(norm, 1.0)), audited=True, num_blocks=3)
 
 
 @pytest.mark.parametrize(

@@ -377,7 +377,7 @@ class Host:
         self._context: Any = SimpleNamespace(
             run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
             state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
-            liveness=SimpleNamespace(own=("a", "a.1")), audited=True, avoided=PeerBackoff(),
+            liveness=SimpleNamespace(own=("a", "a.1"), round_trip_s=lambda: 0.0), audited=True, avoided=PeerBackoff(),
         )  # fmt: skip
 
     def tell(self, peer_id: str, message: Message) -> None:
@@ -390,9 +390,7 @@ class Host:
                 case Send(to, message):
                     self.tell(to, message)
                 case Average(attempt, joins):
-                    self.leader = AveragingLeader(
-                        self._context, attempt, self.head, attempt_s=100.0, rtt_s=0.0, tell=self.tell
-                    )
+                    self.leader = AveragingLeader(self._context, attempt, self.head, 100.0, self.tell)
                     self._nursery.start_soon(self._lead, self.leader, dict(joins))
                 case LeaderEnded():
                     self.ended.append(effect)
@@ -453,7 +451,8 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
             context: Any = SimpleNamespace(
                 run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
                 state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
-                liveness=SimpleNamespace(own=("a", "a.1")), audited=True, avoided=PeerBackoff(),
+                liveness=SimpleNamespace(own=("a", "a.1"), round_trip_s=lambda: 0.0), audited=True,
+                avoided=PeerBackoff(),
             )  # fmt: skip
             plans: list[list[str]] = []
 
@@ -467,7 +466,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
                 attempt = Attempt(counter, "a", "a.1")
                 head = Host(nursery).head
                 leader = AveragingLeader(
-                    context, attempt, head, attempt_s=1000.0, rtt_s=0.0, tell=tell
+                    context, attempt, head, 1000.0, tell
                 )  # fmt: skip
 
                 async def report(leader: AveragingLeader = leader) -> None:

@@ -191,7 +191,7 @@ class Attempts:
                     self._taker.sent = self._member.attempt == commit.attempt and self._member.has_sent
                     # Only the leader of the attempt that was decided gets another chance.
                     leader = self._member.attempt.leader
-                    self._schedule.leaders.forget(leader)
+                    self._schedule.ignored.forget(leader)
                     self._failed_of.pop(leader, None)
                 self._end_member()
                 self._end_leader()
@@ -221,10 +221,8 @@ class Attempts:
     def _lead(self, attempt: m.Attempt, joins: dict[PeerId, m.Join]) -> None:
         assert self.state.proposer is not None
         self._end_leader()
-        self._leader = AveragingLeader(
-            self._context, attempt, self.state.head, attempt_s=self.state.proposer.attempt_s,
-            rtt_s=self._context.liveness.round_trip_s(), tell=self.tell,
-        )  # fmt: skip
+        attempt_s = self.state.proposer.attempt_s
+        self._leader = AveragingLeader(self._context, attempt, self.state.head, attempt_s, self.tell)
         self._context.start_soon(self._average, self._leader, joins)
 
     async def _average(self, leader: AveragingLeader, joins: dict[PeerId, m.Join]) -> None:
@@ -303,7 +301,7 @@ class Attempts:
             schedule.ignore(sender, now)
             if sender != self._context.peer_id:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
-        is_passed_over = schedule.leaders.is_backed_off(sender, now)
+        is_passed_over = schedule.ignored.is_backed_off(sender, now)
         if is_passed_over or not joins_rounds(self._context.run, self._context.exchange.run_step):
             return
         limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())

@@ -22,7 +22,6 @@ from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff, Timeouts
 from p2ptrain.protocol.rounds.liveness import Liveness
-from p2ptrain.protocol.rounds.moving.audit import Audits
 from p2ptrain.protocol.rounds.moving.part_store import PartStore
 from p2ptrain.protocol.wire.messages import Head, Message
 from p2ptrain.protocol.wire.transport import Compute, PeerId
@@ -109,7 +108,6 @@ class RoundContext:
     audited: bool = field(init=False)
     mean_guard: MeanGuard = field(init=False)
     avoided: PeerBackoff = field(init=False, default_factory=PeerBackoff)
-    audits: Audits = field(init=False)
 
     def __post_init__(self) -> None:
         run, links = self.run, self.links
@@ -126,9 +124,6 @@ class RoundContext:
             mean_bytes=codecs[1].size_bytes, spare_bytes=SPARE_MODELS * model_bytes,
         )  # fmt: skip
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
-        self.audits = Audits(
-            self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.grid, self.avoided
-        )
 
     def start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
         """Start a task in the driver's nursery. Does nothing once that has ended: links may still deliver messages."""

@@ -276,7 +276,7 @@ class RoundDriver:
                 if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
                     self._deferred[sender, type(message)] = message
             case m.Accuse():
-                audited = self.context.audits.accepts(sender, message)
+                audited = self.committer.audits.accepts(sender, message)
                 if audited is not None:
                     self.context.start_soon(self._check_accusation, sender, audited)
             case m.Due():
@@ -287,7 +287,7 @@ class RoundDriver:
 
     async def _check_accusation(self, sender: PeerId, audited: Audited) -> None:
         with self.context.errors.containing("checking an accusation", "it is ignored"):
-            await self.context.audits.check(sender, audited)
+            await self.committer.audits.check(sender, audited)
 
     def _is_one_ahead(self, message: m.Call | m.Commit) -> bool:
         of = message if isinstance(message, m.Call) else message.record

@@ -54,19 +54,19 @@ def most_square(num_blocks: int) -> float:
     return MAX_MEAN**2 * BLOCK * num_blocks
 
 
-def root_bytes(*, sealed: bool) -> int:
+def root_bytes(*, audited: bool) -> int:
     """The size of each member's Merkle root: members give one exactly if they commit to their chunks."""
-    return HASH_BYTES if sealed else 0
+    return HASH_BYTES if audited else 0
 
 
-def check_arrived(arrived: Arrived, *, sealed: bool, num_blocks: int) -> None:
-    """Raises WireError unless each complete member has a possible norm, and a Merkle root exactly if `sealed`.
+def check_arrived(arrived: Arrived, *, audited: bool, num_blocks: int) -> None:
+    """Raises WireError unless each complete member has a possible norm, and a Merkle root exactly if `audited`.
 
     Args:
-        sealed: whether members of this run commit to their chunks.
+        audited: whether members of this run commit to their chunks.
         num_blocks: of the whole model.
     """
-    size, counts = root_bytes(sealed=sealed), {len(arrived.complete), len(arrived.norms), len(arrived.roots)}
+    size, counts = root_bytes(audited=audited), {len(arrived.complete), len(arrived.norms), len(arrived.roots)}
     if len(counts) > 1 or any(len(root) != size for root in arrived.roots):
         raise WireError("an Arrived whose members have not one norm and one root each")
     most = most_square(num_blocks)
@@ -185,7 +185,7 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
         raise WireError(f"a record with a weight above {MOST_WEIGHT:.0f} times the median")
     if not any(weights.values()) or not all(0 <= weight <= MOST_COUNT for weight in weights.values()):
         raise WireError("a record with weights that are not between 0 and 2^53, or all zero")
-    size = root_bytes(sealed=is_audited(run, averaging))
+    size = root_bytes(audited=is_audited(run, averaging))
     if any(len(c.root) != size for c in record.contributors):
         raise WireError(f"a record whose contributors have not Merkle roots of {size} bytes")
     averaging.check_record(record, num_blocks)

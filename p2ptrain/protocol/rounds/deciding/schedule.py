@@ -81,12 +81,12 @@ class Schedule:
 
     Attributes:
         counter: of the attempt expected next.
-        leaders: peers whose Calls are ignored for a while.
+        ignored: leaders whose Calls are ignored for a while.
     """
 
     def __init__(self, context: RoundContext, rng: random.Random) -> None:
         self.counter = 0
-        self.leaders = PeerBackoff()
+        self.ignored = PeerBackoff()
         self._context = context
         self._rng = rng
         self._due: dict[int, set[PeerId]] = {}
@@ -168,7 +168,7 @@ class Schedule:
         due = self._due.get(head.round + 1, set())
         if not due:
             return False  # Checked first, because the rest is slow with many links.
-        liveness, ignored = self._context.liveness, self.leaders.backed_off(now)
+        liveness, ignored = self._context.liveness, self.ignored.backed_off(now)
         present = {voter for voter in liveness.present() if voter[0] not in ignored}
         # With pairwise steps its only voter, who founded the run, may be far ahead of most.
         few = self._context.run.is_pairwise and 2 * len(due) < len(present)
@@ -212,7 +212,7 @@ class Schedule:
         """Ignore the Calls of a leader for a while, as its attempts fail; never our own."""
         if leader != self._context.peer_id:
             logger.info("attempts led by %s keep failing; its calls are ignored for a while", leader)
-            self.leaders.note(leader, now, SILENT_LEADER_S)
+            self.ignored.note(leader, now, SILENT_LEADER_S)
 
     def window_s(self) -> float:
         """The joining window of an attempt that we lead: 1.5 × the longest recent delay of a Join, within bounds."""

@@ -27,6 +27,7 @@ from p2ptrain.protocol.rounds.deciding.record import check_advance, check_record
 from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
 from p2ptrain.protocol.rounds.landing.outer_step import Progress, check_decodes, head_of, step_chunk
 from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.moving.audit import Audits
 from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 from p2ptrain.protocol.wire.transport import PeerId
@@ -140,6 +141,8 @@ class Committer:
         events: told of each new head, and when a round has landed or failed.
 
     Attributes:
+        fetcher: fetches the parts of proposed and decided records.
+        audits: of the rounds that were applied.
         lock: held while the anchor is replaced; hold it to copy a consistent one.
         stepping: whether the anchor is being replaced, so that it must not be read.
         resolving: whether a round is being applied, or the whole state replaced.
@@ -147,6 +150,7 @@ class Committer:
 
     def __init__(self, context: RoundContext, head: Head, taker: SnapshotTaker, events: RoundEvents) -> None:
         self.fetcher = RecordFetcher(context, head)
+        self.audits = Audits(context)
         self.lock = trio.Lock()
         self.stepping = self.resolving = False
         self._context = context
@@ -247,7 +251,7 @@ class Committer:
         await self._taker.unused()
         if self._progress is None or self._progress.record != record:
             # The outer step overwrites our chunks, and takes memory: parts of the round before make room.
-            await context.audits.keep(record, own)
+            await self.audits.keep(record, own)
             context.parts.keep(record)
             self._progress = Progress(record)
         async with self.lock:
@@ -261,7 +265,7 @@ class Committer:
                 self._events.advance(head)
                 self._head_set = True
                 context.start_soon(self._audit, record)
-                context.start_soon(context.audits.expire)
+                context.start_soon(self.audits.expire)
             self.stepping = False
         if reason == OTHER_NAMED:
             logger.warning("round %d: %s", record.round, reason)
@@ -392,7 +396,7 @@ class Committer:
 
     async def _audit(self, record: Record) -> None:
         with self._context.errors.containing(f"auditing round {record.round}", "it is not audited"):
-            await self._context.audits.audit()
+            await self.audits.audit()
 
     async def _trim_later(self, record: Record) -> None:
         await trio.sleep(KEEP_ALL_S)

@@ -110,14 +110,14 @@ class OwnContribution:
         """What names it in a record (`record.name_of`), once all chunks are encoded."""
         return self.tree.root if self.tree is not None else self.digest
 
-    def squared_norm(self, codec: Codec, bounds: list[tuple[int, int]], compared: int) -> float:
+    def squared_norm(self, codec: Codec, bounds: list[tuple[int, int]], num_stepped: int) -> float:
         """The squared norm of the chunks among these that are encoded. Call it in a worker thread.
 
         Args:
-            compared: the number of the vector's blocks, from the first, that are outer gradients.
+            num_stepped: the number of the vector's blocks, from the first, that are outer gradients.
         """
         return sum(
-            codec.squared_norm(self.chunks[start], stop - start, max(0, compared - start))
+            codec.squared_norm(self.chunks[start], stop - start, max(0, num_stepped - start))
             for start, stop in bounds
             if start in self.chunks
         )

@@ -18,17 +18,19 @@ from p2ptrain.protocol.wire.messages import Commit, Head, Record
 Land = Callable[[int, np.ndarray, np.ndarray], None]
 
 
-def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, compared: int, chunk: tuple[int, int]) -> float:
+def check_decodes(
+    averaging: Averaging, record: Record, blobs: Blobs, num_stepped: int, chunk: tuple[int, int]
+) -> float:
     """Raises WireError unless a chunk of the mean decodes to values that leave anchor and moments finite.
 
-    Returns the squared norm of the mean outer gradient in it, of the vector's first `compared` blocks only.
+    Returns the squared norm of the mean outer gradient in it, of the vector's first `num_stepped` blocks only.
 
     Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same. The norm
     is for this peer only (`MeanGuard`).
     """
     start, stop = chunk
     codec, mean = averaging.mean(record, blobs, start, stop)
-    return codec.squared_norm(mean, stop - start, max(0, compared - start), MAX_MEAN)
+    return codec.squared_norm(mean, stop - start, max(0, num_stepped - start), MAX_MEAN)
 
 
 @dataclass(slots=True)

@@ -22,21 +22,19 @@ from dataclasses import dataclass
 
 import trio
 
-from p2ptrain.algorithms.codec import Codec, Encoded
+from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
-from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Chunks
-from p2ptrain.protocol.rounds.deciding.grid import Grid
-from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S, PeerBackoff
+from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.deciding.averaging import Chunks
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
 from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
-from p2ptrain.protocol.rounds.moving.part_store import PartStore, blob_digest, fetch_pipelined
+from p2ptrain.protocol.rounds.moving.part_store import blob_digest, fetch_pipelined
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request
-from p2ptrain.protocol.wire.transport import Compute, PeerId
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -106,25 +104,11 @@ def _copy_of(own: OwnContribution, bounds: list[tuple[int, int]]) -> list[bytes]
 
 
 class Audits:
-    """The audit of the last round: keeps and serves our chunks of its part, audits, and checks accusations.
+    """The audit of the last round: keeps and serves our chunks of its part, audits, and checks accusations."""
 
-    Args:
-        avoided: takes reducers that withhold their own bytes.
-    """
-
-    def __init__(
-        self, peer_id: PeerId, run: RunConfig, links: Links, compute: Compute, parts: PartStore, averaging: Averaging,
-        codec: Codec, grid: Grid, avoided: PeerBackoff,
-    ) -> None:  # fmt: skip
-        self._peer_id = peer_id
-        self._rate = run.audit_rate
-        self._links = links
-        self._compute = compute
-        self._parts = parts
-        self._averaging = averaging
-        self._codec = codec
-        self._grid = grid
-        self._avoided = avoided
+    def __init__(self, context: RoundContext) -> None:
+        self._context = context
+        self._links, self._grid, self._compute = context.links, context.grid, context.compute
         self._last: Record | None = None
         self._audited: Audited | None = None
         self._checking = trio.Lock()
@@ -132,14 +116,14 @@ class Audits:
     async def keep(self, record: Record, own: OwnContribution | None) -> None:
         """A round is applied here: if it is audited, keep our chunks of the part, until the next call."""
         self._last, self._audited = record, None
-        draw = draw_of(record, self._rate)
+        draw = draw_of(record, self._context.run.audit_rate)
         if draw is None:
             return
         part, chunks = record.parts[draw.part], list[bytes]()
         # After the decision a reducer may also pass on a part that it did not make.
-        from_holder = self._parts.accepted == record and self._parts.giver(part.digest) == part.holder
+        from_holder = self._context.parts.accepted == record and self._context.parts.giver(part.digest) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
-        if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
+        if own is not None and own.tree is not None and own.tree.root == roots.get(self._context.peer_id):
             chunks = await self._compute(_copy_of, own, self._grid.bounds(part.start, part.stop))
             chunks.append(b"".join(own.tree.proof(*self._grid.numbers(part.start, part.stop))))
         self._audited = Audited(record, draw, from_holder, record.sha256, chunks)
@@ -150,7 +134,7 @@ class Audits:
         if audited is None:
             return
         record, draw = audited.record, audited.draw
-        if draw.auditor == self._peer_id:
+        if draw.auditor == self._context.peer_id:
             match await self._verify(audited):
                 case Verdict.DIFFERS:
                     for link in self._links.trainers():
@@ -159,7 +143,7 @@ class Audits:
                 case Verdict.WITHHELD:
                     holder = audited.part.holder
                     logger.warning("round %d: reducer %s withholds its audit data", record.round, holder)
-                    self._avoided.note(holder, trio.current_time(), SILENT_REDUCER_S)
+                    self._context.avoided.note(holder, trio.current_time(), SILENT_REDUCER_S)
 
     async def expire(self) -> None:
         """Drop our chunks of the last round after a while."""
@@ -178,10 +162,10 @@ class Audits:
         record, audited = self._last, self._audited
         if record is None or (record.lineage, record.round) != (accusation.lineage, accusation.round):
             return None
-        draw = draw_of(record, self._rate)
+        draw = draw_of(record, self._context.run.audit_rate)
         if draw is None or (draw.auditor, draw.part) != (sender, accusation.part):
             raise WireError(f"an accusation in round {record.round}, which it does not audit")
-        if audited is None or audited.accused or audited.part.holder == self._peer_id:
+        if audited is None or audited.accused or audited.part.holder == self._context.peer_id:
             return None
         audited.accused = True
         return audited
@@ -244,7 +228,7 @@ class Audits:
                 return Verdict.WITHHELD if missing == {part.holder} and is_there else Verdict.UNKNOWN
             bounds = self._grid.bounds(part.start, part.stop)
             try:
-                blobs = await self._compute(self._averaging.reduce, bounds, chunks, record.contributors)
+                blobs = await self._compute(self._context.averaging.reduce, bounds, chunks, record.contributors)
             except WireError:
                 return Verdict.DIFFERS  # no honest reducer can have averaged these bytes
             digest = await self._compute(blob_digest, blobs[0], record.contributors, (part.start, part.stop))
@@ -259,13 +243,13 @@ class Audits:
         """A contributor's chunks of the part by first block, checked by its root. Raises PeerLostError, WireError."""
         part = audited.part
         bounds = self._grid.bounds(part.start, part.stop)
-        if c.peer_id != self._peer_id:
+        if c.peer_id != self._context.peer_id:
             got = await self._fetch(c, audited.subject, len(bounds) + 1)
         elif audited.chunks:
             got = dict(enumerate(audited.chunks))
         else:
             raise PeerLostError("our own are gone")
-        sizes = [self._codec.size_bytes(stop - start) for start, stop in bounds]
+        sizes = [self._context.codec.size_bytes(stop - start) for start, stop in bounds]
         proof = got.pop(len(bounds))
         if [len(got[i]) for i in range(len(bounds))] != sizes or len(proof) % HASH_BYTES:
             raise WireError("chunks of another size")
@@ -280,7 +264,7 @@ class Audits:
 
     async def _fetch(self, c: Contributor, subject: str, count: int) -> dict[int, bytes]:
         """All chunks and the proof of one contributor, by index. Raises PeerLostError if it does not give them."""
-        most_bytes = max(self._codec.size_bytes(self._grid.chunk_blocks), MAX_PROOF * HASH_BYTES)
+        most_bytes = max(self._context.codec.size_bytes(self._grid.chunk_blocks), MAX_PROOF * HASH_BYTES)
         got: dict[int, bytes] = {}
 
         async def fetch_chunk(index: int) -> None:

@@ -35,14 +35,11 @@ MAX_INBOX = 1024
 class AveragingLeader:
     """One attempt, led by this peer. `deliver` and `note_gone` are called while `run` runs."""
 
-    def __init__(
-        self, context: RoundContext, attempt: m.Attempt, head: m.Head, *, attempt_s: float,
-        rtt_s: float, tell: Tell,
-    ) -> None:  # fmt: skip
+    def __init__(self, context: RoundContext, attempt: m.Attempt, head: m.Head, attempt_s: float, tell: Tell) -> None:
         self.attempt = attempt
         self.scope = trio.CancelScope()
         self._context = context
-        self._silent_s = context.timeouts.reducer_s(rtt_s)
+        self._silent_s = context.timeouts.reducer_s(context.liveness.round_trip_s())
         self._head = head
         self._attempt_s = attempt_s
         self._tell = tell
@@ -65,7 +62,7 @@ class AveragingLeader:
         """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full. Raises WireError."""
         if isinstance(message, m.Arrived):
             context = self._context
-            check_arrived(message, sealed=context.audited, num_blocks=context.state.num_blocks)
+            check_arrived(message, audited=context.audited, num_blocks=context.state.num_blocks)
         if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
             senders = self._plan[message.part].senders
             contributors = self._expected if message.as_expected else self._contributors

@@ -313,11 +313,11 @@ class Participation:
 
     async def _avoid_largest(self, record: Record, norms: SpanNorms, own: OwnContribution) -> None:
         """Avoid the reducer whose part of the mean exceeds our own outer gradient the most."""
-        codec, compared = self._context.codec, self._context.state.num_stepped
+        codec, num_stepped = self._context.codec, self._context.state.num_stepped
         grid = self._context.grid
 
         def excess() -> list[float]:
-            return [norm / max(own.squared_norm(codec, grid.bounds(*span), compared), 1e-30) for span, norm in norms]
+            return [norm / max(own.squared_norm(codec, grid.bounds(*span), num_stepped), 1e-30) for span, norm in norms]
 
         excesses = await self._context.compute(excess)
         (start, _), _ = norms[excesses.index(max(excesses))]

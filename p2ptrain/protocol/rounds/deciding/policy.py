@@ -41,6 +41,9 @@ MOST_RATES = 4.0
 RECENT_ROUNDS = 8
 _RANKS = 2**64
 
+# Numbers of parts, by member.
+PartsOf = Mapping[PeerId, Collection[int]]
+
 
 def rank(state_hash: str, peer_id: PeerId) -> int:
     """The rank of a peer in the draw of the round that starts from this state, from 0 to 2^64 - 1: uniform."""
@@ -106,11 +109,7 @@ def parts_of(members: Sequence[PeerId], plan: Sequence[RosterPart]) -> dict[Peer
 
 
 def is_doubted(
-    part: int,
-    failed: Collection[PeerId],
-    sends: Mapping[PeerId, Collection[int]],
-    complete: Mapping[PeerId, Collection[int]],
-    parts: Collection[int],
+    part: int, failed: Collection[PeerId], sends: PartsOf, complete: PartsOf, parts: Collection[int]
 ) -> bool:
     """Whether a part's reducer is at fault, and not those whom it gives up.
 
@@ -138,10 +137,7 @@ def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
     return token_weights([join.tokens for join in joins])
 
 
-def included(
-    sends: Mapping[PeerId, Collection[int]], complete: Mapping[PeerId, Collection[int]], parts: Collection[int],
-    gone: Collection[PeerId],
-) -> list[PeerId]:  # fmt: skip
+def included(sends: PartsOf, complete: PartsOf, parts: Collection[int], gone: Collection[PeerId]) -> list[PeerId]:
     """The contributors: members that are complete at all of these parts that they send, and not gone."""
     wanted = {member: set(parts).intersection(sent) for member, sent in sends.items() if member not in gone}
     return [member for member, of_member in wanted.items() if of_member and of_member <= set(complete[member])]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import trio
@@ -181,6 +181,21 @@ class MeanPush:
         self.changed = trio.Event()
 
 
+@dataclass(frozen=True, slots=True)
+class _RecordFetch:
+    """The fetch of one record's parts.
+
+    Attributes:
+        limit_s: the longest that a giver may take for one part, however steadily its bytes come.
+        failed: givers too slow, silent or with wrong bytes, which are asked for no other part of the record.
+    """
+
+    record: Record
+    limit_s: float
+    failed: set[PeerId] = field(default_factory=set)
+    at_once: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(PARTS_AT_ONCE))
+
+
 class PartStore:
     """Owns the bytes. Parts of unfinished attempts are dropped when a round commits, and bounded before that.
 
@@ -341,54 +356,43 @@ class PartStore:
         """
         self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
         self._forget_unneeded()
-        at_once, failed = trio.CapacityLimiter(PARTS_AT_ONCE), set[PeerId]()
-        sizes = [self._averaging.size_bytes(record, part) for part in record.parts]
-        limit_s = part_limit_s(sum(sizes))
+        fetch = _RecordFetch(
+            record, part_limit_s(sum(self._averaging.size_bytes(record, part) for part in record.parts))
+        )
         async with nursery_raising(PeerLostError) as nursery:
-            for i, (part, size) in enumerate(zip(record.parts, sizes, strict=True)):
+            for i, part in enumerate(record.parts):
                 if part.digest not in self._parts:
                     first = i % len(having) if having else 0
                     holders = [part.holder, *having[first:], *having[:first], *others]
-                    nursery.start_soon(
-                        self._fetch_part, part, size, record.contributors, holders, failed, at_once, limit_s
-                    )
+                    nursery.start_soon(self._fetch_part, fetch, part, holders)
 
     def holders_missed(self, record: Record) -> set[PeerId]:
         """The holders of those parts of a record that we do not have."""
         return {part.holder for part in record.parts if part.digest not in self._parts}
 
-    async def _fetch_part(
-        self, part: Part, size: int, contributors: Sequence[Contributor], holders: Sequence[PeerId],
-        failed: set[PeerId], at_once: trio.CapacityLimiter, limit_s: float,
-    ) -> None:  # fmt: skip
-        """`failed`: givers too slow, silent or with wrong bytes, which are asked for no other part of the record.
-
-        Each gets `limit_s` in all, however steadily its bytes come.
-        """
-        async with at_once:
+    async def _fetch_part(self, fetch: _RecordFetch, part: Part, holders: Sequence[PeerId]) -> None:
+        size, contributors = self._averaging.size_bytes(fetch.record, part), fetch.record.contributors
+        async with fetch.at_once:
             for holder in dict.fromkeys(holders):
                 link = self._links.get(holder)
-                if link is None or holder in failed:
+                if link is None or holder in fetch.failed:
                     continue
-                until_s, data = trio.current_time() + limit_s, None
+                until_s, data = trio.current_time() + fetch.limit_s, None
                 if holder == part.holder:
                     data = await self._take_pushed(part, size, contributors, until_s)
                 if data is None:
                     try:
                         with trio.fail_at(until_s):
                             data = await self._fetch_from(link, part, size)
+                        if data is not None and not await self._is_part(part, data, contributors):
+                            # No strike: a made-up record may name another part's hash.
+                            raise WireError("another part than its record names")
                     except (PeerLostError, WireError, trio.TooSlowError):
-                        failed.add(holder)
+                        fetch.failed.add(holder)
                         continue
-                    if data is None:
-                        continue
-                    if not await self._is_part(part, data, contributors):
-                        # No strike: a made-up record may name another part's hash.
-                        failed.add(holder)
-                        continue
-                self._parts[part.digest] = data
-                self._givers[part.digest] = holder
-                return
+                if data is not None:
+                    self._parts[part.digest], self._givers[part.digest] = data, holder
+                    return
         raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
 
     async def _is_part(self, part: Part, data: Blob, contributors: Sequence[Contributor]) -> bool:

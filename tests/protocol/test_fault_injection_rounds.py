@@ -25,8 +25,7 @@ from p2ptrain.protocol.rounds.deciding.events import Averaged, Event, Held, Memb
 from p2ptrain.protocol.rounds.deciding.schedule import Schedule
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.landing import commit, outer_step
-from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
-from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution, SnapshotTaker
 from p2ptrain.protocol.rounds.moving.audit import Audits
 from p2ptrain.protocol.rounds.moving.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader

@@ -21,7 +21,7 @@ from p2ptrain.protocol.rounds.deciding.averaging import Parts
 from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
 from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
-from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
+from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
 from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.rounds.moving.member import Participation, Sender
 from p2ptrain.protocol.rounds.moving.reducer import Reducer

@@ -24,9 +24,8 @@ from p2ptrain.protocol.rounds.context import RoundContext, RoundEvents
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.policy import rank
 from p2ptrain.protocol.rounds.deciding.record import check_advance, check_record, name_of
-from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
 from p2ptrain.protocol.rounds.landing.outer_step import Progress, check_decodes, head_of, step_chunk
-from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution, SnapshotTaker
 from p2ptrain.protocol.rounds.moving.audit import Audits
 from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
 from p2ptrain.protocol.wire.messages import Commit, Head, Record

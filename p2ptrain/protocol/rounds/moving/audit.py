@@ -31,7 +31,7 @@ from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.averaging import Chunks
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
-from p2ptrain.protocol.rounds.landing.contribution import OwnContribution
+from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
 from p2ptrain.protocol.rounds.moving.part_store import blob_digest, fetch_pipelined
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request
 from p2ptrain.protocol.wire.transport import PeerId

@@ -24,8 +24,7 @@ from p2ptrain.protocol.rounds.deciding.policy import parts_of
 from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
 from p2ptrain.protocol.rounds.landing.commit import RecordFetcher
-from p2ptrain.protocol.rounds.landing.contribution import CHUNKS_PER_VISIT, OwnContribution
-from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.landing.snapshot import CHUNKS_PER_VISIT, OwnContribution, SnapshotTaker
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
 from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster

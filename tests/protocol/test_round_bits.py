@@ -60,7 +60,7 @@ async def play(workers: Workers, run: RunConfig) -> tuple[object, ...]:
     expected = ExpectedMean(
         Grid(BLOCKS).bounds(part.start, part.stop),
         [Contributor(name, f"{name}.1", 1.0, b"") for name in MEMBERS],
-        averaging.merge,
+        averaging,
     )
     chunks = {name: dict(own.chunks) for name, own in gradients.items()}
     mean = b""

@@ -106,23 +106,21 @@ class RoundContext:
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
-    mean_guard: MeanGuard = field(init=False)
+    mean_guard: MeanGuard = field(init=False, default_factory=MeanGuard)
     avoided: PeerBackoff = field(init=False, default_factory=PeerBackoff)
 
     def __post_init__(self) -> None:
         run, links = self.run, self.links
         self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.trainers)
         self.averaging = averaging_of(run)
-        self.mean_guard = MeanGuard()
         self.codec = gradient_codec(run)
         self.grid = Grid.of(self.state.num_blocks, self.codec)
         self.audited = is_audited(run, self.averaging)
-        codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
-        model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
+        largest_mean = mean_codec(run, MAX_CONTRIBUTORS)
+        model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in (self.codec, largest_mean))
         self.parts = PartStore(
-            links, self.compute, self.averaging,
-            mean_bytes=codecs[1].size_bytes, spare_bytes=SPARE_MODELS * model_bytes,
-        )  # fmt: skip
+            links, self.compute, self.averaging, largest_mean.size_bytes, spare_bytes=SPARE_MODELS * model_bytes
+        )
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
 
     def start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:

@@ -69,8 +69,9 @@ def _statement(kind: str, digest: str, *fields: object) -> bytes:
 
 def ready_statement(digest: str, ready: Ready) -> bytes:
     """What READY says: this incarnation accepted this record in this attempt."""
-    return _statement("ready", digest, ready.lineage, ready.round, ready.attempt, ready.incarnation,
-                      ready.record_sha256)  # fmt: skip
+    return _statement(
+        "ready", digest, ready.lineage, ready.round, ready.attempt, ready.incarnation, ready.record_sha256
+    )
 
 
 def head_statement(digest: str, head: Head, incarnation: str) -> bytes:
@@ -81,8 +82,9 @@ def head_statement(digest: str, head: Head, incarnation: str) -> bytes:
 
 def founding_statement(digest: str, founding: Founding) -> bytes:
     """What a founder says: its lineage goes on from there."""
-    return _statement("founding", digest, founding.parent, founding.round, founding.state_hash, founding.founder,
-                      founding.incarnation)  # fmt: skip
+    return _statement(
+        "founding", digest, founding.parent, founding.round, founding.state_hash, founding.founder, founding.incarnation
+    )
 
 
 class Prover:

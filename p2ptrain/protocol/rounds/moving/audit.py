@@ -233,10 +233,8 @@ class Audits:
                 return Verdict.DIFFERS  # no honest reducer can have averaged these bytes
             digest = await self._compute(blob_digest, blobs[0], record.contributors, (part.start, part.stop))
             verdict = Verdict.FITS if digest == part.digest else Verdict.DIFFERS
-            logger.info(
-                "round %d: audit of part %d, averaged by %s: it %s",
-                record.round, audited.draw.part, part.holder, verdict.value,
-            )  # fmt: skip
+            what = f"part {audited.draw.part}, averaged by {part.holder}"
+            logger.info("round %d: audit of %s: it %s", record.round, what, verdict.value)
             return verdict
 
     async def _chunks_of(self, c: Contributor, audited: Audited) -> dict[int, Encoded]:

@@ -213,9 +213,13 @@ class PartStore:
     """
 
     def __init__(
-        self, links: Links, compute: Compute, averaging: Averaging, *,
-        mean_bytes: Callable[[int], int], spare_bytes: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        links: Links,
+        compute: Compute,
+        averaging: Averaging,
+        mean_bytes: Callable[[int], int],
+        spare_bytes: int = 0,
+    ) -> None:
         self.accepted: Record | None = None
         self.mean_bytes = mean_bytes
         self._spare_bytes = spare_bytes

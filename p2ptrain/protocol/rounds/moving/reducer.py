@@ -7,7 +7,7 @@ leader names others, it is made anew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import trio
 
@@ -15,7 +15,7 @@ from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.deciding.averaging import Blob, Chunks
+from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blob, Chunks
 from p2ptrain.protocol.rounds.deciding.timeouts import REPORT_S
 from p2ptrain.protocol.rounds.moving.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.moving.part_store import BoundedBuffer, MeanPush, blob_digest
@@ -35,15 +35,14 @@ class ExpectedMean:
     Args:
         bounds: the chunks of the part.
         contributors: those that the roster expects, without Merkle roots.
-        merge: makes the encoded mean of one chunk, as `Averaging.merge`.
+        averaging: merges the chunks.
     """
 
     def __init__(
-        self, bounds: Sequence[tuple[int, int]], contributors: Sequence[Contributor],
-        merge: Callable[[Sequence[tuple[Encoded, float]], int], bytes],
-    ) -> None:  # fmt: skip
+        self, bounds: Sequence[tuple[int, int]], contributors: Sequence[Contributor], averaging: Averaging
+    ) -> None:
         self.contributors = tuple(contributors)
-        self._merge = merge
+        self._averaging = averaging
         self._left = deque(bounds)
 
     @property
@@ -68,7 +67,7 @@ class ExpectedMean:
 
     def average(self, received: Received) -> bytes:
         """The encoded mean of a chunk. Changes nothing; for worker threads. Raises WireError if it is not finite."""
-        return self._merge(*received)
+        return self._averaging.merge(*received)
 
 
 class Reducer:
@@ -175,7 +174,7 @@ class Reducer:
     async def _average_expected(self) -> None:
         """Average the chunks of the expected contributors as they arrive, and push the mean as it grows."""
         context, collection, push = self._context, self._collection, self._push
-        expected = ExpectedMean(self._bounds, self._roster.expected, context.averaging.merge)
+        expected = ExpectedMean(self._bounds, self._roster.expected, context.averaging)
         context.parts.push(push)
         try:
             with self._expecting:

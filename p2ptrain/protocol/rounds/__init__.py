@@ -6,9 +6,21 @@
 - `driver` has the head, and acts when it is time. `attempts` passes events to the consensus and carries out its
   effects as tasks. `context` has the objects that all parts of a peer's rounds use; `liveness` lists the live peers.
 
-The steps of a round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers, means back → Reduced
-(after a Reduce, if others contribute than were expected) → `record` → Propose → fetch, Ready → Commit → outer step →
-landing in `peer.step()`.
+One round, and where to read it. A leader is a member too.
+
+| step | of whom | where |
+|---|---|---|
+| due: an interval has passed | each peer | `schedule.Schedule.due`, `driver.RoundDriver` |
+| Call | the leader | `schedule.leader_of`, `consensus` |
+| snapshot, Join | each member | `member.Participation`, `snapshot.SnapshotTaker` |
+| Roster: who sends which chunks to whom | the leader | `leader.AveragingLeader`, `policy`, `averaging` |
+| chunks to the reducers | each member | `member.Sender`, `snapshot.OwnContribution` |
+| means back; Reduced (after a Reduce if others contribute than expected) | reducers | `reducer`, `part_store` |
+| Propose the record | the leader | `record.record_of`, `consensus` |
+| fetch what is missing, check it, Ready | each member | `commit.RecordFetcher`, `record`, `guard` |
+| Commit | the leader | `consensus` |
+| outer step, landing in `peer.step()` | each peer | `commit.Committer`, `outer_step` |
+| audit | one contributor | `audit` |
 
 Errors: in a member's or leader's task, one costs that attempt; when applying a decided round, one costs a retry, or a
 download of the whole state; bytes that break a rule cost their sender's link.

@@ -281,8 +281,15 @@ class Attempts:
                 if self._member is not None and message.attempt == self._member.attempt:
                     self._to_member(self._member, sender, message, payload)
             case m.Arrived() | m.Reduced() | m.Withdraw() | m.Refuse():
-                if self._leader is not None and message.attempt == self._leader.attempt:
-                    self._to_leader(self._leader, sender, message)
+                leader = self._leader
+                if leader is None or message.attempt != leader.attempt:
+                    return
+                if isinstance(message, m.Withdraw):
+                    leader.note_gone(sender, message.reason)
+                elif isinstance(message, m.Refuse):
+                    leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
+                else:
+                    leader.deliver(sender, message)
 
     def _check_signatures(self, sender: PeerId, message: m.Message) -> None:
         """Raises WireError if a message of this round is not signed by those who must have signed it."""
@@ -320,17 +327,6 @@ class Attempts:
                 check_roster(message, self._context.peer_id)
                 self._context.averaging.check_plan(message, self._context.state.num_blocks)
             member.deliver(message)
-
-    def _to_leader(
-        self, leader: AveragingLeader, sender: PeerId, message: m.Arrived | m.Reduced | m.Withdraw | m.Refuse
-    ) -> None:
-        match message:
-            case m.Withdraw(reason=reason):
-                leader.note_gone(sender, reason)
-            case m.Refuse():
-                leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
-            case _:
-                leader.deliver(sender, message)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""

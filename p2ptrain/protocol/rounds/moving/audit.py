@@ -89,7 +89,6 @@ class Audited:
     record: Record
     draw: Draw
     from_holder: bool
-    subject: str
     chunks: list[bytes]
     accused: bool = False
 
@@ -126,7 +125,7 @@ class Audits:
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._context.peer_id):
             chunks = await self._compute(_copy_of, own, self._grid.bounds(part.start, part.stop))
             chunks.append(b"".join(own.tree.proof(*self._grid.numbers(part.start, part.stop))))
-        self._audited = Audited(record, draw, from_holder, record.sha256, chunks)
+        self._audited = Audited(record, draw, from_holder, chunks)
 
     async def audit(self) -> None:
         """Audit the last round if it is ours to audit."""
@@ -188,7 +187,7 @@ class Audits:
     async def serve(self, link: Link, request: Request) -> None:
         """Answer a request for one of our chunks, by its place in the part; the last index has the Merkle proof."""
         audited = self._audited
-        chunks = audited.chunks if audited is not None and audited.subject == request.subject else []
+        chunks = audited.chunks if audited is not None and audited.record.sha256 == request.subject else []
         found = 0 <= request.index < len(chunks)
         answer = Answer(request.request, found, "contribution")
         await link.send_bulk(answer, chunks[request.index] if found else b"", Traffic.STATE, compress=True)
@@ -242,7 +241,7 @@ class Audits:
         part = audited.part
         bounds = self._grid.bounds(part.start, part.stop)
         if c.peer_id != self._context.peer_id:
-            got = await self._fetch(c, audited.subject, len(bounds) + 1)
+            got = await self._fetch(c, audited.record.sha256, len(bounds) + 1)
         elif audited.chunks:
             got = dict(enumerate(audited.chunks))
         else:

@@ -9,7 +9,7 @@ from benchmarks.results import Row
 from benchmarks.shapes import gpt2_124m
 from benchmarks.swarm import Setup, Swarm
 from benchmarks.workloads import AdamStates
-from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
+from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
 
 # 20 s between rounds: no round is under way when the memory at rest is read.
 SETUP = Setup(gpt2_124m, AdamStates(0.1), fragment_fraction=0.005, sync_every=200)

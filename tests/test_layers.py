@@ -27,8 +27,8 @@ LAYERS: list[set[str]] = [
 ]
 # The same of what is in protocol/: each may import those before it.
 PROTOCOL = (
-    "anchor", "restarts", "token_bucket", "push_pace", "nursery", "wire", "parallel", "links", "membership",
-    "event_log", "exchange", "rounds", "gossip", "pairwise", "state_sync", "node",
+    "anchor", "restarts", "token_bucket", "push_pace", "nursery", "wire", "parallel", "os_memory", "links",
+    "membership", "event_log", "exchange", "rounds", "gossip", "pairwise", "state_sync", "node",
 )  # fmt: skip
 RANK = {name: rank for rank, names in enumerate([LEAVES, *LAYERS]) for name in names}
 
@@ -150,15 +150,17 @@ def test_below_the_network_time_and_randomness_are_arguments() -> None:
 def test_what_decides_rounds_knows_neither_trio_nor_links() -> None:
     """So that it is tested without a network, and is a function of what it is given."""
     rounds = PACKAGE / "protocol" / "rounds"
-    names = (
-        "consensus", "events", "round_state", "quorum", "proof", "history", "head_votes", "policy", "checks",
-        "record", "schedule", "timeouts", "lineage", "outer_step",
-    )  # fmt: skip
-    pure = [rounds / f"{name}.py" for name in names] + sorted((rounds / "averaging").glob("*.py"))
-    assert len(pure) > len(names)
+    pure = [*(rounds / "deciding").glob("*.py"), rounds / "landing" / "outer_step.py"]
+    assert len(pure) > 12
     for path in pure:
         assert "trio" not in outside(path), path
         assert not any(name.startswith("p2ptrain.protocol.links") for name in imports(path)), path
+
+
+def test_what_decides_rounds_does_not_know_what_moves_and_lands_bytes() -> None:
+    rounds = "p2ptrain.protocol.rounds."
+    for path in (PACKAGE / "protocol" / "rounds" / "deciding").glob("*.py"):
+        assert not any(name.startswith((rounds + "moving", rounds + "landing")) for name in imports(path)), path
 
 
 def test_an_interface_has_at_most_four_members() -> None:

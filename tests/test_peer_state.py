@@ -12,7 +12,7 @@ import torch
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.rounds.history import History
+from p2ptrain.protocol.rounds.deciding.history import History
 from p2ptrain.protocol.wire.messages import Head, SavedHistory, pack
 from tests.protocol.signing import Past
 

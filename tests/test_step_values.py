@@ -11,7 +11,7 @@ import torch
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.step_values import MAX_SAMPLES, plain_loss, plain_samples, plain_shard_tokens
-from p2ptrain.protocol.rounds.checks import MOST_COUNT
+from p2ptrain.protocol.rounds.deciding.record import MOST_COUNT
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     from p2ptrain.training.output_dir import check_writable
 
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records
-    logging.getLogger("p2ptrain.protocol.rounds.interval").setLevel(logging.ERROR)  # each peer would warn
+    logging.getLogger("p2ptrain.protocol.rounds.deciding.timeouts").setLevel(logging.ERROR)  # each peer would warn
     directories = [out / experiment.directory if len(experiments) > 1 else out for experiment in experiments]
     for directory in (out, *directories):
         check_writable(directory)

@@ -22,9 +22,9 @@ from p2ptrain.algorithms.pairwise import swap_bytes
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.monitor.formatting import count, duration, size
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.interval import SHARE_OF_INTERVAL, fewest_steps
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.deciding.timeouts import SHARE_OF_INTERVAL, fewest_steps
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Attempt, Join
 from p2ptrain.settings.config import RunConfig

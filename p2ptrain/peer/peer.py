@@ -33,8 +33,8 @@ from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
 from p2ptrain.protocol.node.node import STAY_S, Node
 from p2ptrain.protocol.node.runner import NodeRunner
+from p2ptrain.protocol.os_memory import release_unused
 from p2ptrain.protocol.restarts import incarnation_of
-from p2ptrain.protocol.rounds.os_memory import release_unused
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.settings.config import RunConfig
 

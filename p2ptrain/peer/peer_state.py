@@ -12,9 +12,9 @@ import torch
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.rounds.checks import MOST_COUNT
-from p2ptrain.protocol.rounds.history import RECENT_ENTRIES, History, leads_to
-from p2ptrain.protocol.rounds.lineage import check_head
+from p2ptrain.protocol.rounds.deciding.history import RECENT_ENTRIES, History, leads_to
+from p2ptrain.protocol.rounds.deciding.lineage import check_head
+from p2ptrain.protocol.rounds.deciding.record import MOST_COUNT
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.wire.messages import Head, SavedHistory, pack, unpack
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.protocol.rounds.checks import MOST_COUNT
+from p2ptrain.protocol.rounds.deciding.record import MOST_COUNT
 
 # More than any batch. Rounds add up the samples of all members, and integers on the wire have 63 bits.
 MAX_SAMPLES = 2**32

@@ -15,7 +15,7 @@ import numpy as np
 
 from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import Walk, slot_blocks
-from p2ptrain.protocol.rounds.history import lineage_of
+from p2ptrain.protocol.rounds.deciding.history import lineage_of
 from p2ptrain.protocol.wire.messages import (
     Answer,
     Attempt,

@@ -18,7 +18,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.rounds.proof import Prover
+from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import (
     Answer,

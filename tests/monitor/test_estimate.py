@@ -12,7 +12,7 @@ import pytest
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.monitor.estimate import advice, estimate_run, receivers, round_bytes, texts, transfer_s
-from p2ptrain.protocol.rounds.interval import fewest_steps
+from p2ptrain.protocol.rounds.deciding.timeouts import fewest_steps
 from p2ptrain.protocol.wire.messages import KINDS, Contribution, Fragment, Mean, PairAnswer, PairWeights
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.link import Link, parse_params

@@ -20,8 +20,9 @@ from functools import cached_property
 
 import msgspec
 
-from p2ptrain.protocol.rounds import consensus, round_state
-from p2ptrain.protocol.rounds.events import (
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding import events as ev
+from p2ptrain.protocol.rounds.deciding.events import (
     Average,
     Averaged,
     Broadcast,
@@ -31,15 +32,16 @@ from p2ptrain.protocol.rounds.events import (
     Held,
     Lead,
     Learned,
+    Limits,
     MemberFailed,
     Prepare,
     Prepared,
     Received,
     Send,
+    State,
     Tick,
 )
-from p2ptrain.protocol.rounds.quorum import is_quorum
-from p2ptrain.protocol.rounds.round_state import Limits, State
+from p2ptrain.protocol.rounds.deciding.proof import is_quorum
 from p2ptrain.protocol.wire.messages import Abort, Attempt, Commit, Head, Join, Record, Refuse, Withdraw
 from tests.protocol.renaming import Renaming, renamed
 
@@ -218,7 +220,7 @@ class Explorer:
 
     def _fresh(self, peer: str, incarnation: str) -> Local:
         scenario, frail = self.scenario, peer in self.scenario.frail
-        state = round_state.State(peer, incarnation, scenario.head, LIMITS)
+        state = ev.State(peer, incarnation, scenario.head, LIMITS)
         leads = scenario.leads if peer in scenario.leaders else 0
         return Local(state, leads, scenario.kept * frail, scenario.forgotten * frail)
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.protocol.rounds.history import lineage_of
-from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.rounds.quorum import voters_of
+from p2ptrain.protocol.rounds.deciding.history import lineage_of
+from p2ptrain.protocol.rounds.deciding.proof import Prover, voters_of
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Commit,

@@ -13,9 +13,9 @@ import pytest
 import trio
 
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds.audit import KEEP_S, Audited, Audits, Draw, Verdict, draw_of
-from p2ptrain.protocol.rounds.averaging.parts import Parts
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding.averaging import Parts
+from p2ptrain.protocol.rounds.moving.audit import KEEP_S, Audited, Audits, Draw, Verdict, draw_of
 from p2ptrain.protocol.wire.messages import Accuse, Contribution, Contributor, Part, Record, Request
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -51,7 +51,7 @@ def start(s: Swarm) -> None:
 
 
 def audits_of(peer: TestPeer) -> Audits:
-    return peer.node.engine.context.audits
+    return peer.node.engine.committer.audits
 
 
 def strikes(s: Swarm, by: str = "abc") -> dict[str, set[str]]:

@@ -19,16 +19,23 @@ from blake3 import blake3
 from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from p2ptrain.errors import WireError
 from p2ptrain.memory_network import PacketFault
-from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
-from p2ptrain.protocol.rounds.averaging.gather import Gather
-from p2ptrain.protocol.rounds.averaging.parts import Parts
-from p2ptrain.protocol.rounds.averaging.strategy import MERGES, Averaging, Conclusion, Plan, merge_of
-from p2ptrain.protocol.rounds.checks import check_roster
-from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.outer_step import check_decodes
-from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.rounds.deciding import averaging as strategies
+from p2ptrain.protocol.rounds.deciding.averaging import (
+    MERGES,
+    STRATEGIES,
+    Averaging,
+    Conclusion,
+    Gather,
+    Parts,
+    Plan,
+    averaging_of,
+    merge_of,
+)
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
+from p2ptrain.protocol.rounds.deciding.record import check_roster
+from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
+from p2ptrain.protocol.rounds.landing.outer_step import check_decodes
+from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.settings.config import AVERAGINGS, ROUND_MEANS, RunConfig
@@ -193,9 +200,11 @@ def test_a_strategy_is_a_line_of_configuration() -> None:
 
 def test_the_example_in_contributing_is_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^    ```python\n(.*?)^    ```$", page[page.index("`single.py`") :], re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^    ```python\n(.*?)^    ```$", page[page.index("a class `Single`") :], re.DOTALL | re.MULTILINE
+    )
     strategy, line, tests = map(textwrap.dedent, blocks)
-    made: dict[str, Any] = {"__name__": "single"}
+    made: dict[str, Any] = {**vars(strategies), "__name__": "single"}
     exec(strategy, made)
     # The settings take no other name.
     monkeypatch.setitem(STRATEGIES, "gather", made["Single"])

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds.consensus import Joins, Result
-from p2ptrain.protocol.rounds.round_state import Acceptor, State
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding.consensus import Joins, Result
+from p2ptrain.protocol.rounds.deciding.events import Acceptor, State
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Propose
 from tests.protocol.explore import Explorer, Scenario
 
@@ -124,7 +124,7 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
         ("consensus._on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
         ("consensus.unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
         ("consensus.heeded", count_whom_we_ignore, Scenario("ab", "ab", lean=True, unheld=True)),
-        ("round_state.State", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
+        ("events.State", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
         ("explore.is_proven", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
         ("consensus.m.Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
     ],
@@ -142,7 +142,7 @@ def test_a_planted_fault_is_found(
     record_property: Callable[[str, object], None],
     request: pytest.FixtureRequest,
 ) -> None:
-    package = "tests.protocol" if rule.startswith("explore.") else "p2ptrain.protocol.rounds"
+    package = "tests.protocol" if rule.startswith("explore.") else "p2ptrain.protocol.rounds.deciding"
     monkeypatch.setattr(f"{package}.{rule}", fault)
     found = Explorer(scenario).search(LIMIT)
     assert found.conflict is not None

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.rounds.consensus import step
-from p2ptrain.protocol.rounds.draw import drawn, rank
-from p2ptrain.protocol.rounds.events import (
+from p2ptrain.protocol.rounds.deciding.consensus import step
+from p2ptrain.protocol.rounds.deciding.events import (
+    MAX_COUNTERS_AHEAD,
+    MAX_UNHELD,
+    NO_ATTEMPT,
     Average,
     Averaged,
     Broadcast,
@@ -25,6 +27,7 @@ from p2ptrain.protocol.rounds.events import (
     LeaderEnded,
     LeaderFailed,
     Learned,
+    Limits,
     Lost,
     MemberEnded,
     MemberFailed,
@@ -32,18 +35,13 @@ from p2ptrain.protocol.rounds.events import (
     Prepared,
     Received,
     Send,
-    Tick,
-)
-from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, voters_of
-from p2ptrain.protocol.rounds.record import check_company, expected
-from p2ptrain.protocol.rounds.round_state import (
-    MAX_COUNTERS_AHEAD,
-    MAX_UNHELD,
-    NO_ATTEMPT,
-    Limits,
     State,
+    Tick,
     deadline_s,
 )
+from p2ptrain.protocol.rounds.deciding.policy import drawn, rank
+from p2ptrain.protocol.rounds.deciding.proof import MAX_VOTERS, is_quorum, voters_of
+from p2ptrain.protocol.rounds.deciding.record import check_company, expected
 from p2ptrain.protocol.wire.messages import (
     MAX_REASON,
     Abort,

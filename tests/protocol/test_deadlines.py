@@ -18,16 +18,22 @@ from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MIN_PATIENCE_S, Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
-from p2ptrain.protocol.rounds.round_state import Limits, State, deadline_s
-from p2ptrain.protocol.rounds.timeouts import (
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.events import (
+    Average,
+    Event,
+    Lead,
+    LeaderEnded,
+    Limits,
+    Received,
+    Send,
+    State,
+    Tick,
+    deadline_s,
+)
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
+from p2ptrain.protocol.rounds.deciding.timeouts import (
     MARGIN,
     MIN_ATTEMPT_S,
     REPORT_S,
@@ -35,6 +41,9 @@ from p2ptrain.protocol.rounds.timeouts import (
     PeerBackoff,
     Timeouts,
 )
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.rounds.moving.collection import Collection
+from p2ptrain.protocol.rounds.moving.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Abort,
@@ -368,7 +377,7 @@ class Host:
         self._context: Any = SimpleNamespace(
             run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
             state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
-            liveness=SimpleNamespace(own=("a", "a.1")), audited=True,
+            liveness=SimpleNamespace(own=("a", "a.1"), round_trip_s=lambda: 0.0), audited=True, avoided=PeerBackoff(),
         )  # fmt: skip
 
     def tell(self, peer_id: str, message: Message) -> None:
@@ -381,9 +390,7 @@ class Host:
                 case Send(to, message):
                     self.tell(to, message)
                 case Average(attempt, joins):
-                    self.leader = AveragingLeader(
-                        self._context, PeerBackoff(), attempt, self.head, attempt_s=100.0, rtt_s=0.0, tell=self.tell
-                    )
+                    self.leader = AveragingLeader(self._context, attempt, self.head, 100.0, self.tell)
                     self._nursery.start_soon(self._lead, self.leader, dict(joins))
                 case LeaderEnded():
                     self.ended.append(effect)
@@ -444,9 +451,10 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
             context: Any = SimpleNamespace(
                 run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
                 state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
-                liveness=SimpleNamespace(own=("a", "a.1")), audited=True,
+                liveness=SimpleNamespace(own=("a", "a.1"), round_trip_s=lambda: 0.0), audited=True,
+                avoided=PeerBackoff(),
             )  # fmt: skip
-            backoff, plans = PeerBackoff(), []
+            plans: list[list[str]] = []
 
             def tell(peer_id: str, message: Message) -> None:
                 if isinstance(message, Roster) and peer_id == "a":
@@ -458,7 +466,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
                 attempt = Attempt(counter, "a", "a.1")
                 head = Host(nursery).head
                 leader = AveragingLeader(
-                    context, backoff, attempt, head, attempt_s=1000.0, rtt_s=0.0, tell=tell
+                    context, attempt, head, 1000.0, tell
                 )  # fmt: skip
 
                 async def report(leader: AveragingLeader = leader) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2ptrain.protocol.rounds.draw import MARGIN, drawn, may_be_drawn, rank
+from p2ptrain.protocol.rounds.deciding.policy import MARGIN, drawn, may_be_drawn, rank
 
 NAMES = [f"peer-{i}" for i in range(1000)]
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from p2ptrain.protocol.rounds import history, lineage
-from p2ptrain.protocol.rounds.history import leads_to, place_of
-from p2ptrain.protocol.rounds.quorum import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding import history, lineage
+from p2ptrain.protocol.rounds.deciding.history import leads_to, place_of
+from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Contributor, Entry, Founding, Head, Record, Vote
 

@@ -474,9 +474,9 @@ def test_a_joiner_merges_at_once_and_is_merged_after_its_first_round() -> None:
             await s.until(lambda: all(len(peer.rounds("committed")) >= 2 for peer in s.peers.values()))
             joiner = s.start("c")
             await s.until(joiner.node.ready.is_set)
-            assert not joiner.node.engine.recent.admits("c")
+            assert not joiner.node.engine.context.recent.admits("c")
             merged = 0
-            while not joiner.node.engine.recent.admits("c"):
+            while not joiner.node.engine.context.recent.admits("c"):
                 assert joiner.node.links.counters.fragments_sent == 0
                 merged += sum(report.merged for report in joiner.reports)
                 joiner.reports.clear()

@@ -8,8 +8,8 @@ import pytest
 
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds import grid
-from p2ptrain.protocol.rounds.grid import LARGE_BLOCKS, MOST_CHUNK_BYTES, Grid
+from p2ptrain.protocol.rounds.deciding import grid
+from p2ptrain.protocol.rounds.deciding.grid import LARGE_BLOCKS, MOST_CHUNK_BYTES, Grid
 from tests.protocol.swarm import RUN, run_virtual, swarm
 
 

@@ -17,15 +17,14 @@ import trio
 from p2ptrain.algorithms.codec.floats import NONE
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import SnapshotTaken, ToNode
-from p2ptrain.protocol.rounds.averaging.parts import Parts
-from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.mean_guard import MeanGuard
-from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.reducer import Reducer
-from p2ptrain.protocol.rounds.sender import Sender
-from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.rounds.deciding.averaging import Parts
+from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
+from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
+from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
+from p2ptrain.protocol.rounds.moving.collection import Collection
+from p2ptrain.protocol.rounds.moving.member import Participation, Sender
+from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.wire.messages import Arrived, Attempt, Head, Message, Part, Record, RosterPart
 from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -255,13 +254,11 @@ def test_the_reducer_of_the_largest_span_is_avoided_however_many_spans_a_part_ha
 
     async def main() -> None:
         async with swarm(PLAIN) as s:
-            context, avoided = s.start("a").node.engine.context, list[str]()
-            member = Participation(
-                context, Attempt(0, "y", "y.1"), HEAD, Any, fetch=Any, tell=Any, apply=Any, avoid=avoided.append
-            )  # type: ignore[arg-type]
+            context = s.start("a").node.engine.context
+            member = Participation(context, Attempt(0, "y", "y.1"), HEAD, Any, Any, tell=Any, apply=Any)  # type: ignore[arg-type]
             own = SimpleNamespace(squared_norm=lambda *_: 1.0)
             await member._avoid_largest(record, norms, own)  # type: ignore[arg-type]
-            assert avoided == [holder]
+            assert context.avoided.backed_off(trio.current_time()) == {holder}
 
     run_virtual(main)
 

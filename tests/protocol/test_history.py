@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import RunMismatchError, WireError
-from p2ptrain.protocol.rounds.history import (
+from p2ptrain.protocol.rounds.deciding.history import (
     MAX_ENTRIES,
     MAX_HISTORY_BYTES,
     History,

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from p2ptrain.protocol.rounds.interval import AGAIN_AFTER_S, IntervalWatch
+from p2ptrain.protocol.rounds.deciding.timeouts import AGAIN_AFTER_S, IntervalWatch
 from tests.protocol.swarm import RUN, run_virtual, swarm
 
 

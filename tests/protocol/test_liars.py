@@ -13,7 +13,7 @@ import trio
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.rounds import leader
+from p2ptrain.protocol.rounds.moving import leader
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Beat,
@@ -183,7 +183,7 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_nobody_has(a
             )
             assert lies >= 5
             # Nobody avoids the reducers that the record names.
-            assert not any(s.peers[name].node.engine._attempts._reducers.backed_off(began) for name in "abc")
+            assert not any(s.peers[name].node.engine.context.avoided.backed_off(began) for name in "abc")
 
     run_virtual(main)
 

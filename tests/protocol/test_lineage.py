@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.lineage import (
+from p2ptrain.protocol.rounds.deciding.lineage import (
     MAX_JUMPS,
     QUORUM_LOST_S,
     LineageWatch,

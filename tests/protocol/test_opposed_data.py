@@ -11,7 +11,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.outer import outer_step
-from p2ptrain.protocol.rounds import policy
+from p2ptrain.protocol.rounds.deciding.guard import MOST_NORMS, guarded, scaled_down
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, TestPeer, run_virtual, swarm
 from tests.protocol.test_policy import join_of
@@ -34,10 +34,10 @@ def scales_of_a_run(run: RunConfig, peers: int, rate: float, seed: int) -> tuple
         moved = rate * (targets - anchor) + 0.01 * rng.standard_normal((peers, 64))
         gradients = dict(zip(names, (-moved).astype(np.float32), strict=True))
         norms = {name: float(np.linalg.norm(gradient)) for name, gradient in gradients.items()}
-        verdicts = policy.guarded(run, joins, norms, names[rng.integers(peers)])
+        verdicts = guarded(run, joins, norms, names[rng.integers(peers)])
         of_round = [verdict.scale for verdict in verdicts.values()]
         scales += of_round
-        weights = policy.scaled_down([1.0] * peers, of_round) if min(of_round) else of_round
+        weights = scaled_down([1.0] * peers, of_round) if min(of_round) else of_round
         mean = np.average(list(gradients.values()), axis=0, weights=weights).astype(np.float32)
         outer_step("nesterov", anchor, moments, mean, lr=run.outer_lr, momentum=run.outer_momentum, round_=round_)
     return scales, float(anchor.mean())
@@ -63,15 +63,15 @@ def test_of_eight_a_minority_with_far_too_large_norms_is_still_left_out(liars: i
     norms = {f"p{i}": float(rng.uniform(0.8, 1.2)) for i in range(8)}
     lying = list(norms)[-liars:]
     norms.update({name: abs(factor) * norms[name] for name in lying})
-    verdicts = policy.guarded(RunConfig(), {name: join_of(name) for name in norms}, norms, "p0")
+    verdicts = guarded(RunConfig(), {name: join_of(name) for name in norms}, norms, "p0")
     assert [name for name, verdict in verdicts.items() if verdict.scale == 0] == lying
 
 
 @pytest.mark.parametrize("factor", [5.0, 1e6, 1e30])
 def test_of_two_a_liar_counts_as_at_most_three_times_the_leader(factor: float) -> None:
     norms = {"a": 1.0, "x": factor}
-    verdict = policy.guarded(RunConfig(), {name: join_of(name) for name in norms}, norms, "a")["x"]
-    assert math.isclose(verdict.scale * factor, policy.MOST_NORMS)
+    verdict = guarded(RunConfig(), {name: join_of(name) for name in norms}, norms, "a")["x"]
+    assert math.isclose(verdict.scale * factor, MOST_NORMS)
 
 
 async def train_towards(peer: TestPeer, target: float) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2ptrain.protocol.rounds.os_memory import release_pages, release_unused
+from p2ptrain.protocol.os_memory import release_pages, release_unused
 
 PAGE = mmap.PAGESIZE // 4
 

@@ -18,10 +18,10 @@ from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds import outer_step
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.landing import outer_step
+from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
 from p2ptrain.protocol.wire.messages import Contributor, Part, Record
 from p2ptrain.settings.config import RunConfig
 

@@ -12,20 +12,20 @@ import trio
 from blake3 import blake3
 
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
-from p2ptrain.protocol.rounds.codecs import mean_codec
-from p2ptrain.protocol.rounds.part_store import (
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import mean_codec
+from p2ptrain.protocol.rounds.deciding.record import check_record
+from p2ptrain.protocol.rounds.moving.part_store import (
     PARTS_AT_ONCE,
     PIECE_BYTES,
     PIECE_TIMEOUT_S,
     WANTED_RECORDS,
+    BoundedBuffer,
     MeanPush,
     PartStore,
     fetch_pipelined,
     part_limit_s,
 )
-from p2ptrain.protocol.rounds.record import check_record
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Roster, RosterPart
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import run_virtual
@@ -87,7 +87,7 @@ def test_of_proposed_records_only_the_last_and_those_accepted_or_committed_are_h
         await parts.fetch(records[0], [])
         parts.keep(records[0])
         await parts.fetch(records[1], [])
-        parts.accepted = lambda: records[1]
+        parts.accepted = records[1]
         for record in records[2:]:
             await parts.fetch(record, [])
             parts.end_attempt()

@@ -9,7 +9,7 @@ import trio
 
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import RunMismatchError, TransientError
-from p2ptrain.protocol.rounds.history import History, name_of
+from p2ptrain.protocol.rounds.deciding.history import History, name_of
 from p2ptrain.protocol.state_sync import provenance, transfer
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins

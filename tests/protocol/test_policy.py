@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.rounds import policy
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
-from p2ptrain.protocol.rounds.record import MOST_INTERVALS, check_advance, check_record, record_of
+from p2ptrain.protocol.rounds.deciding import policy
+from p2ptrain.protocol.rounds.deciding.averaging import Conclusion, averaging_of
+from p2ptrain.protocol.rounds.deciding.guard import guarded, norms_of, scaled_down
+from p2ptrain.protocol.rounds.deciding.record import MOST_INTERVALS, check_advance, check_record, record_of
 from p2ptrain.protocol.wire.messages import (
     Arrived,
     Attempt,
@@ -46,19 +46,19 @@ def scales(
     norms: dict[str, float], leader: str | None = "a", guard: str = "exclude", mean: str = "weighted", **tokens: int
 ) -> list[float]:
     joins = {name: join_of(name, tokens=tokens.get(name, 100)) for name in norms}
-    verdicts = policy.guarded(RunConfig(round_guard=guard, round_mean=mean), joins, norms, leader)
+    verdicts = guarded(RunConfig(round_guard=guard, round_mean=mean), joins, norms, leader)
     assert list(verdicts) == list(norms)
     return [verdict.scale for verdict in verdicts.values()]
 
 
 def test_a_member_that_is_scaled_has_its_share_times_its_scale_however_large_it_is() -> None:
-    assert policy.scaled_down([2.0, 1.0], [1.0, 1.0]) == [2.0, 1.0]
+    assert scaled_down([2.0, 1.0], [1.0, 1.0]) == [2.0, 1.0]
     for scale in (0.5, 1e-6):
-        first, second, third = policy.scaled_down([2.0, 1.0, 1.0], [1.0, 1.0, scale])
+        first, second, third = scaled_down([2.0, 1.0, 1.0], [1.0, 1.0, scale])
         assert (first, second) == (2.0, 1.0)
         assert third / (2 + 1 + third) == pytest.approx(scale / 4)
     # A liar of two with 1000 times the norm of the other moves the mean as far as one with 3 times.
-    first, second = policy.scaled_down([1.0, 1.0], scales({"a": 1.0, "b": 1000.0}))
+    first, second = scaled_down([1.0, 1.0], scales({"a": 1.0, "b": 1000.0}))
     assert 1000 * second / (first + second) == pytest.approx(3 / 2)
 
 
@@ -103,12 +103,12 @@ def test_members_without_any_change_do_not_leave_out_those_that_have_trained() -
 def test_norms_are_summed_over_the_parts_and_of_several_reports_the_median_counts() -> None:
     plan = [RosterPart(0, 1024, "a", ()), RosterPart(1024, 2048, "b", ())]
     squares = {0: {"a": 9.0, "b": 1.0}, 1: {"a": 16.0, "b": 0.0}}
-    assert policy.norms_of(plan, {0, 1}, squares, ["a", "b"]) == {"a": 5.0, "b": 1.0}
+    assert norms_of(plan, {0, 1}, squares, ["a", "b"]) == {"a": 5.0, "b": 1.0}
     # As "gather" has it: all reducers receive everything.
     plan = [RosterPart(0, 1024, name, ()) for name in "abc"]
     squares = {0: {"a": 4.0}, 1: {"a": 4.0}, 2: {"a": 1e300}}
-    assert policy.norms_of(plan, {0, 1, 2}, squares, ["a"]) == {"a": 2.0}
-    assert policy.norms_of(plan, {0, 1}, {0: {"a": 4.0}, 1: {}}, ["a"]) == {"a": 2.0}
+    assert norms_of(plan, {0, 1, 2}, squares, ["a"]) == {"a": 2.0}
+    assert norms_of(plan, {0, 1}, {0: {"a": 4.0}, 1: {}}, ["a"]) == {"a": 2.0}
 
 
 def test_reducers_that_report_other_roots_than_the_agreed_one_are_named() -> None:

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.head_votes import MAX_EARLY, HeadVotes
-from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, voters_of
+from p2ptrain.protocol.rounds.deciding.proof import MAX_EARLY, MAX_VOTERS, HeadVotes, voters_of
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Commit,

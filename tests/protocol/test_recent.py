@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.rounds.recent import RECENT_ROUNDS, RecentContributors
-from p2ptrain.protocol.rounds.record import check_company
+from p2ptrain.protocol.rounds.deciding.policy import RECENT_ROUNDS, RecentContributors
+from p2ptrain.protocol.rounds.deciding.record import check_company
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Contributor, Head, Record
 from tests.protocol.test_messages import example_of
 

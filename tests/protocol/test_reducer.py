@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.averaging.strategy import MERGES, Chunks
-from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.policy import without_roots
-from p2ptrain.protocol.rounds.reducer import CHUNKS_AVERAGED, ExpectedMean
+from p2ptrain.protocol.rounds.deciding.averaging import MERGES, Chunks, averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
+from p2ptrain.protocol.rounds.deciding.policy import without_roots
+from p2ptrain.protocol.rounds.moving.reducer import CHUNKS_AVERAGED, ExpectedMean
 from p2ptrain.protocol.wire.messages import Contributor, RosterPart
 from p2ptrain.settings.config import RunConfig
 
@@ -41,7 +39,7 @@ def chunks_of(run: RunConfig) -> Chunks:
 def test_it_has_the_bytes_of_the_mean_that_is_made_at_once(mean: str, codec: str) -> None:
     run = dataclasses.replace(RunConfig(), round_mean=mean, round_codec=codec)
     chunks, averaging = chunks_of(run), averaging_of(run)
-    expected, data = ExpectedMean(BOUNDS, CONTRIBUTORS, averaging.merge), b""
+    expected, data = ExpectedMean(BOUNDS, CONTRIBUTORS, averaging), b""
     while not expected.is_complete:
         data += b"".join(map(expected.average, expected.take(chunks, 1)))
     (blob,) = averaging.reduce(BOUNDS, chunks, CONTRIBUTORS)
@@ -52,7 +50,7 @@ def test_chunks_are_taken_in_their_order_once_all_contributors_have_sent_them() 
     everything = chunks_of(RunConfig())
     starts = [start for start, _ in BOUNDS]
     arrived: Chunks = {name: {} for name in "abc"}
-    expected = ExpectedMean(BOUNDS, CONTRIBUTORS, averaging_of(RunConfig()).merge)
+    expected = ExpectedMean(BOUNDS, CONTRIBUTORS, averaging_of(RunConfig()))
     assert expected.take(arrived, 1) == expected.take({}, 1) == []
     for name in "abc":
         arrived[name][starts[1]] = everything[name][starts[1]]

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.rounds.commit import OLDER_AVERAGED, OTHER_NAMED
-from p2ptrain.protocol.rounds.leader import AveragingLeader
-from p2ptrain.protocol.rounds.mean_guard import SpanNorms
-from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
+from p2ptrain.protocol.rounds.landing.commit import OLDER_AVERAGED, OTHER_NAMED
+from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
+from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.wire.messages import Record
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all

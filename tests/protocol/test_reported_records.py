@@ -15,12 +15,11 @@ import trio
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.rounds.codecs import mean_codec
-from p2ptrain.protocol.rounds.events import Held
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.part_store import blob_digest
-from p2ptrain.protocol.rounds.quorum import Voter
+from p2ptrain.protocol.rounds.deciding.events import Held
+from p2ptrain.protocol.rounds.deciding.grid import Grid, mean_codec
+from p2ptrain.protocol.rounds.deciding.proof import Voter
+from p2ptrain.protocol.rounds.moving.member import Participation
+from p2ptrain.protocol.rounds.moving.part_store import blob_digest
 from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Ready, Record
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -104,7 +103,7 @@ def test_who_was_ready_with_a_record_is_so_again_whomever_it_sees_now(monkeypatc
             raise RoundFailedError("most of those that we see now are not in it")
 
     lost: set[str] = set()
-    monkeypatch.setattr("p2ptrain.protocol.rounds.member.check_company", check_company)
+    monkeypatch.setattr("p2ptrain.protocol.rounds.moving.member.check_company", check_company)
 
     async def main() -> None:
         async with swarm(PLAIN) as s:

@@ -17,14 +17,13 @@ from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.collection import Collection, ReceivedChunk
-from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunk
-from p2ptrain.protocol.rounds.reducer import ExpectedMean
-from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
+from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
+from p2ptrain.protocol.rounds.landing.outer_step import Progress, check_decodes, step_chunk
+from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
+from p2ptrain.protocol.rounds.moving.collection import Collection, ReceivedChunk
+from p2ptrain.protocol.rounds.moving.reducer import ExpectedMean
 from p2ptrain.protocol.wire.messages import Contributor, Part, Record, RosterPart
 from p2ptrain.settings.config import RunConfig
 
@@ -61,7 +60,7 @@ async def play(workers: Workers, run: RunConfig) -> tuple[object, ...]:
     expected = ExpectedMean(
         Grid(BLOCKS).bounds(part.start, part.stop),
         [Contributor(name, f"{name}.1", 1.0, b"") for name in MEMBERS],
-        averaging.merge,
+        averaging,
     )
     chunks = {name: dict(own.chunks) for name, own in gradients.items()}
     mean = b""

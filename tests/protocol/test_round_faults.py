@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from p2ptrain.memory_network import PacketFault
-from p2ptrain.protocol.rounds import policy
+from p2ptrain.protocol.rounds.deciding import policy
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm

@@ -24,12 +24,12 @@ from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.rounds import collection
-from p2ptrain.protocol.rounds.collection import EarlyChunks
+from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.deciding.timeouts import REPORT_S
 from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.sender import Sender
-from p2ptrain.protocol.rounds.timeouts import REPORT_S
+from p2ptrain.protocol.rounds.moving import collection
+from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
+from p2ptrain.protocol.rounds.moving.member import Sender
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Abort,
@@ -628,7 +628,7 @@ def test_a_deferred_message_that_fails_closes_the_link_of_its_sender(
 
         with monkeypatch.context() as patch:
             patch.setattr(engine._attempts, "receive", fail)
-            engine._on_resolved()
+            engine.resolved()
         assert link.lost.is_set()
         assert node.links.strikes.get("x", 0) == isinstance(error, WireError)
         tracebacks = [record for record in caplog.records if record.exc_info]

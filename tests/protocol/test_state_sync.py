@@ -25,11 +25,11 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.peer_records import bucket_of, encode_record, member_key
 from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.grid import Grid
-from p2ptrain.protocol.rounds.history import History, lineage_of
-from p2ptrain.protocol.rounds.outer_step import Progress, step_chunk
-from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PartStore, blob_digest
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
+from p2ptrain.protocol.rounds.landing.outer_step import Progress, step_chunk
+from p2ptrain.protocol.rounds.moving.part_store import PARTS_AT_ONCE, PartStore, blob_digest
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.joining import Joining

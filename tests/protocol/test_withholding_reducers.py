@@ -10,11 +10,11 @@ import trio
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.rounds.mean_guard import SpanNorms
-from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S, MeanPush
-from p2ptrain.protocol.rounds.round_state import deadline_s
-from p2ptrain.protocol.rounds.timeouts import MARGIN, MIN_ATTEMPT_S
+from p2ptrain.protocol.rounds.deciding.events import deadline_s
+from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
+from p2ptrain.protocol.rounds.deciding.timeouts import MARGIN, MIN_ATTEMPT_S
+from p2ptrain.protocol.rounds.moving.member import Participation
+from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S, MeanPush
 from p2ptrain.protocol.wire.messages import Answer, Message, Record, Reduced, Request
 from tests.protocol.swarm import RUN, Shapes, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -57,7 +57,7 @@ def test_a_reducer_that_withholds_its_part_is_avoided_and_nobody_else_is(late: b
 
             def gone_on() -> bool:
                 for name in "abc":
-                    avoided = s.peers[name].node.engine._attempts._reducers.backed_off(trio.current_time())
+                    avoided = s.peers[name].node.engine.context.avoided.backed_off(trio.current_time())
                     assert avoided <= {"x"}, name
                 rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
                 return bool(reported) and all(len(of) >= 5 for of in rounds)

@@ -38,16 +38,16 @@ from p2ptrain.protocol.node.requests import PROGRESS_S, RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.deciding.proof import Prover
+from p2ptrain.protocol.rounds.deciding.timeouts import IntervalWatch
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.interval import IntervalWatch
-from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.state_sync.state_sync import StateSync
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
 logger = logging.getLogger(__name__)
 # Simulations, where all peers would say the same, turn it off.
-interval_logger = logging.getLogger("p2ptrain.protocol.rounds.interval")
+interval_logger = logging.getLogger("p2ptrain.protocol.rounds.deciding.timeouts")
 
 FRAGMENTS_EVENT_S = 2.0
 # Other members that one Beat names; with many links, as many Beats are sent, one of these is enough.
@@ -99,7 +99,7 @@ class Node:
         prover = Prover(transport, self.incarnation, self._digest)
         context = RoundContext(
             self.peer_id, self.incarnation, config, prover, self.links, self.state, exchange, compute, records.errors,
-            host=self,
+            host=self, swarm_size=lambda: self.membership.size.estimate if self.membership.is_large else 0.0,
         )  # fmt: skip
         engine = self.engine = RoundDriver(context, rng)
         self._interval = IntervalWatch(config.sync_every)
@@ -114,7 +114,6 @@ class Node:
             self.engine, self.membership, load_buffers=buffers.load, record=records.write, may_found=start.may_found,
             restored=start.restored, rng=rng, pins=rules.pins,
         )  # fmt: skip
-        context.swarm_size = lambda: self.membership.size.estimate if self.membership.is_large else 0.0
         self._pace = PushPace(rules.gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if config.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None
@@ -148,13 +147,13 @@ class Node:
 
     def _admits(self, peer_id: PeerId) -> bool:
         """Whether fragments of a peer are merged."""
-        return self.engine.recent.admits(peer_id)
+        return self.engine.context.recent.admits(peer_id)
 
     def _receive(self, event: ToNode) -> None:
         """Pass on what has happened in the training thread."""
         match event:
             case Due():
-                self.engine.wake()
+                self.engine.changed()
             case SnapshotTaken(wanted, snapshot):
                 taker = self.pairwise if wanted.for_pair and self.pairwise is not None else self.engine
                 taker.take_snapshot(snapshot)

@@ -119,7 +119,7 @@ class RequestServer:
                 _delay_rounds_for(link, request)
                 await self._context.parts.serve(link, request)
             case "contribution":
-                await self._context.audits.serve(link, request)
+                await self._engine.committer.audits.serve(link, request)
             case "record":
                 _delay_rounds_for(link, request)
                 commit = self._engine.last_commit(request.subject, request.index)

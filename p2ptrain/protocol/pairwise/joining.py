@@ -23,7 +23,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.pairwise.others import linked_others, others_step
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.part_store import fetch_pipelined
+from p2ptrain.protocol.rounds.moving.part_store import fetch_pipelined
 from p2ptrain.protocol.wire.messages import Answer, Request
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -31,8 +31,8 @@ from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer
 from p2ptrain.protocol.pairwise.others import linked_others, others_step
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.pairwise.swap import Swaps
+from p2ptrain.protocol.rounds.deciding.record import MOST_INTERVAL
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.record import MOST_INTERVAL
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer, PairWeights, Request
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -10,7 +10,7 @@ from p2ptrain.algorithms.averaging import MAX_MEAN
 from p2ptrain.algorithms.codec import Codec, is_within
 from p2ptrain.algorithms.pairwise import Array, pairwise_step, sample_blocks, squared_distance
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.wire.messages import PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
 

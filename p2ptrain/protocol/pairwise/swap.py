@@ -16,7 +16,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.wire.messages import PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
 

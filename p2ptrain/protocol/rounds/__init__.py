@@ -1,25 +1,26 @@
 """The round protocol: one outer all-reduce, decided by a quorum; any member may fail at any message.
 
-It has three parts:
+- `deciding` decides: pure functions of state, message and time. It knows no link, task or clock.
+- `moving` carries the bytes: chunks of outer gradients to the reducers, means back.
+- `landing` connects to the weights: the snapshot that a round begins with, the outer step that it ends with.
+- `driver` has the head, and acts when it is time. `attempts` passes events to the consensus and carries out its
+  effects as tasks. `context` has the objects that all parts of a peer's rounds use; `liveness` lists the live peers.
 
-- **Decisions** are pure. `consensus` is single-decree Paxos for each (lineage, round): `step(state, event, now)`
-  returns the new state and a list of effects (`events`); `quorum` defines voters and quorums. `policy` decides who is
-  in the mean, with which weight, and who averages; `checks` refuses impossible claims; `record` builds the record;
-  `schedule` decides when we are due and who leads; `timeouts` how long to wait; `lineage` when the voters are gone for
-  good; `recent` whose fragments are merged. `proof` says what peers sign; `head_votes` collects the signatures under
-  our head, and `history` decides whose lineage continues when two meet.
-- **Averaging** is a strategy: `averaging` has the interface and one file per strategy. The consensus does not depend
-  on it.
-- **The driver** connects both to links, clock and training thread. `driver` has the head, and acts when it is time.
-  `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt (`snapshot`
-  and `contribution` hold its outer gradient, `sender` sends its chunks, `reducer` averages those of one part, which
-  `collection` holds and measures, `mean_guard` refuses a mean), `leader` leads the averaging of one. `commit` applies a
-  decided round: `fetching` gets its bytes, `outer_step` changes the anchor. `audit` averages a part again after it.
-  `liveness` lists the live peers.
+One round, and where to read it. A leader is a member too.
 
-The steps of a round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers, means back → Reduced
-(after a Reduce, if others contribute than were expected) → `record` → Propose → fetch, Ready → Commit → outer step →
-landing in `peer.step()`.
+| step | of whom | where |
+|---|---|---|
+| due: an interval has passed | each peer | `schedule.Schedule.due`, `driver.RoundDriver` |
+| Call | the leader | `schedule.leader_of`, `consensus` |
+| snapshot, Join | each member | `member.Participation`, `snapshot.SnapshotTaker` |
+| Roster: who sends which chunks to whom | the leader | `leader.AveragingLeader`, `policy`, `averaging` |
+| chunks to the reducers | each member | `member.Sender`, `snapshot.OwnContribution` |
+| means back; Reduced (after a Reduce if others contribute than expected) | reducers | `reducer`, `part_store` |
+| Propose the record | the leader | `record.record_of`, `consensus` |
+| fetch what is missing, check it, Ready | each member | `commit.RecordFetcher`, `record`, `guard` |
+| Commit | the leader | `consensus` |
+| outer step, landing in `peer.step()` | each peer | `commit.Committer`, `outer_step` |
+| audit | one contributor | `audit` |
 
 Errors: in a member's or leader's task, one costs that attempt; when applying a decided round, one costs a retry, or a
 download of the whole state; bytes that break a rule cost their sender's link.

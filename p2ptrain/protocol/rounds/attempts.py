@@ -10,24 +10,23 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, RoundReport, Snapshot
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds import events as ev
-from p2ptrain.protocol.rounds.checks import check_roster
-from p2ptrain.protocol.rounds.commit import Committer
-from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
-from p2ptrain.protocol.rounds.leader import AveragingLeader
-from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.record import joins_rounds
-from p2ptrain.protocol.rounds.round_state import State
-from p2ptrain.protocol.rounds.schedule import Schedule
-from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, SILENT_REDUCER_S, PeerBackoff
+from p2ptrain.protocol.rounds.context import RoundContext, RoundEvents
+from p2ptrain.protocol.rounds.deciding import consensus
+from p2ptrain.protocol.rounds.deciding import events as ev
+from p2ptrain.protocol.rounds.deciding.events import State
+from p2ptrain.protocol.rounds.deciding.record import check_roster, joins_rounds
+from p2ptrain.protocol.rounds.deciding.schedule import Schedule
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S
+from p2ptrain.protocol.rounds.landing.commit import Committer
+from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
+from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -41,8 +40,7 @@ class Attempts:
     """Decides one round at a time. `begin` starts the next.
 
     Args:
-        deliver: takes messages to ourselves.
-        changed: called when there may be something new to do or to wait for.
+        events: takes messages to ourselves, and learns when there may be something new to do or to wait for.
 
     Attributes:
         state: of the consensus.
@@ -50,26 +48,26 @@ class Attempts:
     """
 
     def __init__(
-        self, context: RoundContext, head: m.Head, taker: SnapshotTaker, schedule: Schedule, committer: Committer, *,
-        deliver: Callable[[PeerId, m.Message], None], changed: Callable[[], None], start_soon: StartSoon,
-    ) -> None:  # fmt: skip
+        self,
+        context: RoundContext,
+        head: m.Head,
+        taker: SnapshotTaker,
+        schedule: Schedule,
+        committer: Committer,
+        events: RoundEvents,
+    ) -> None:
         self.failed = 0
         self._context = context
         self._taker = taker
         self._schedule = schedule
         self._committer = committer
-        self._deliver = deliver
-        self._changed = changed
-        self._start_soon = start_soon
-        self._reducers = PeerBackoff()
+        self._events = events
         self._failed_of: Counter[PeerId] = Counter()
         self._member: Participation | None = None
         self._leader: AveragingLeader | None = None
         self._queue: deque[ev.Event] = deque()
         self._running = False
         self.state = self._first_state(head)
-        context.audits.avoid = self._avoid_reducer
-        context.parts.accepted = lambda: self.state.acceptor.record
 
     def _first_state(self, head: m.Head) -> State:
         return State(*self._context.liveness.own, head, self._context.timeouts.limits(0.0, 0.0))
@@ -78,6 +76,7 @@ class Attempts:
         """Begin the round after a new head. Forgets what was promised and accepted."""
         self.give_up("its state has changed")
         self.state = self._first_state(head)
+        self._context.parts.accepted = None
         self.failed = 0
         self._taker.forget()
 
@@ -142,11 +141,12 @@ class Attempts:
         self._running = False
         now = self.state
         if (before.member, before.proposer, before.learned) != (now.member, now.proposer, now.learned):
-            self._changed()
+            self._events.changed()
 
     def _step(self, event: ev.Event) -> None:
         # What an effect causes at once, such as a message to ourselves, is queued until all effects are done.
         self.state, effects = consensus.step(self.state, event, trio.current_time())
+        self._context.parts.accepted = self.state.acceptor.record
         for effect in effects:
             try:
                 self._carry_out(effect, event)
@@ -184,13 +184,13 @@ class Attempts:
                 if self._leader is not None and effect.timed_out:
                     self._leader.note_timed_out()
                 self._end_leader()
-                self._changed()
+                self._events.changed()
             case ev.Learned(commit):
                 if self._member is not None:
                     self._taker.sent = self._member.attempt == commit.attempt and self._member.has_sent
                     # Only the leader of the attempt that was decided gets another chance.
                     leader = self._member.attempt.leader
-                    self._schedule.leaders.forget(leader)
+                    self._schedule.ignored.forget(leader)
                     self._failed_of.pop(leader, None)
                 self._end_member()
                 self._end_leader()
@@ -199,7 +199,7 @@ class Attempts:
     def tell(self, peer_id: PeerId, message: m.Message) -> None:
         """Send a control message, also to ourselves; dropped if the peer is not linked."""
         if peer_id == self._context.peer_id:
-            self._deliver(peer_id, message)
+            self._events.deliver(peer_id, message)
         elif (link := self._context.links.get(peer_id)) is not None:
             link.send(message)
 
@@ -207,22 +207,22 @@ class Attempts:
         self._taker.begin()
         self._end_member()
         self._member = Participation(
-            self._context, attempt, self.state.head, self._taker,
-            fetch=self._committer.fetcher.fetch, tell=self.tell, apply=self.apply, avoid=self._avoid_reducer,
-        )  # fmt: skip
-        self._start_soon(self._member.run, window_s)
-
-    def _avoid_reducer(self, peer_id: PeerId) -> None:
-        self._reducers.note(peer_id, trio.current_time(), SILENT_REDUCER_S)
+            self._context,
+            attempt,
+            self.state.head,
+            self._taker,
+            self._committer.fetcher,
+            tell=self.tell,
+            apply=self.apply,
+        )
+        self._context.start_soon(self._member.run, window_s)
 
     def _lead(self, attempt: m.Attempt, joins: dict[PeerId, m.Join]) -> None:
         assert self.state.proposer is not None
         self._end_leader()
-        self._leader = AveragingLeader(
-            self._context, self._reducers, attempt, self.state.head, attempt_s=self.state.proposer.attempt_s,
-            rtt_s=self._context.liveness.round_trip_s(), tell=self.tell,
-        )  # fmt: skip
-        self._start_soon(self._average, self._leader, joins)
+        attempt_s = self.state.proposer.attempt_s
+        self._leader = AveragingLeader(self._context, attempt, self.state.head, attempt_s, self.tell)
+        self._context.start_soon(self._average, self._leader, joins)
 
     async def _average(self, leader: AveragingLeader, joins: dict[PeerId, m.Join]) -> None:
         with leader.scope:
@@ -247,7 +247,7 @@ class Attempts:
             self._schedule.ignore(leader, trio.current_time())
         if not superseded and self.failed >= MAX_ATTEMPTS and self.state.acceptor.record is None:
             self._skip(effect.reason)
-        self._changed()
+        self._events.changed()
 
     def _skip(self, reason: str) -> None:
         """Skip the round: weights and progress stay, and the next one is due an interval later."""
@@ -280,8 +280,15 @@ class Attempts:
                 if self._member is not None and message.attempt == self._member.attempt:
                     self._to_member(self._member, sender, message, payload)
             case m.Arrived() | m.Reduced() | m.Withdraw() | m.Refuse():
-                if self._leader is not None and message.attempt == self._leader.attempt:
-                    self._to_leader(self._leader, sender, message)
+                leader = self._leader
+                if leader is None or message.attempt != leader.attempt:
+                    return
+                if isinstance(message, m.Withdraw):
+                    leader.note_gone(sender, message.reason)
+                elif isinstance(message, m.Refuse):
+                    leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
+                else:
+                    leader.deliver(sender, message)
 
     def _check_signatures(self, sender: PeerId, message: m.Message) -> None:
         """Raises WireError if a message of this round is not signed by those who must have signed it."""
@@ -300,7 +307,7 @@ class Attempts:
             schedule.ignore(sender, now)
             if sender != self._context.peer_id:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
-        is_passed_over = schedule.leaders.is_backed_off(sender, now)
+        is_passed_over = schedule.ignored.is_backed_off(sender, now)
         if is_passed_over or not joins_rounds(self._context.run, self._context.exchange.run_step):
             return
         limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())
@@ -320,17 +327,6 @@ class Attempts:
                 self._context.averaging.check_plan(message, self._context.state.num_blocks)
             member.deliver(message)
 
-    def _to_leader(
-        self, leader: AveragingLeader, sender: PeerId, message: m.Arrived | m.Reduced | m.Withdraw | m.Refuse
-    ) -> None:
-        match message:
-            case m.Withdraw(reason=reason):
-                leader.note_gone(sender, reason)
-            case m.Refuse():
-                leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
-            case _:
-                leader.deliver(sender, message)
-
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""
         if self._member is not None:
@@ -339,7 +335,7 @@ class Attempts:
         if self._leader is not None:
             self._leader.note_gone(peer_id, "it was lost")
         self.apply(ev.Lost(peer_id))
-        self._changed()
+        self._events.changed()
 
     def exclude_stalled(self) -> None:
         """Exclude members that send nothing, or leave the attempt of a lost leader; called a few times a second."""

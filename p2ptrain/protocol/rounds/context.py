@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import trio
 
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.error_log import ErrorLog
@@ -12,18 +14,16 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.rounds.audit import Audits
-from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging, is_audited
-from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
-from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.grid import Grid
+from p2ptrain.protocol.rounds.deciding.averaging import Averaging, averaging_of, is_audited
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
+from p2ptrain.protocol.rounds.deciding.policy import RecentContributors
+from p2ptrain.protocol.rounds.deciding.proof import Prover
+from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
+from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff, Timeouts
 from p2ptrain.protocol.rounds.liveness import Liveness
-from p2ptrain.protocol.rounds.mean_guard import MeanGuard
-from p2ptrain.protocol.rounds.part_store import PartStore
-from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.rounds.timeouts import Timeouts
-from p2ptrain.protocol.wire.messages import Message
+from p2ptrain.protocol.rounds.moving.part_store import PartStore
+from p2ptrain.protocol.wire.messages import Head, Message
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -31,8 +31,26 @@ from p2ptrain.settings.config import RunConfig
 SPARE_MODELS = 2
 # Sends a control message to a peer or to ourselves; dropped if the peer is not linked.
 Tell = Callable[[PeerId, Message], None]
-# Starts a task in the nursery of the driver: `start_soon(function, *args)`.
-StartSoon = Callable[..., None]
+
+
+class RoundEvents(Protocol):
+    """What the parts of a round tell the driver."""
+
+    def deliver(self, sender: PeerId, message: Message) -> None:
+        """Take a message that we send to ourselves."""
+        ...
+
+    def changed(self) -> None:
+        """There may be something new to do, or to wait for."""
+        ...
+
+    def advance(self, head: Head) -> None:
+        """A committed round has made this state: go on from it, before anything else can be decided."""
+        ...
+
+    def resolved(self) -> None:
+        """A round has landed or failed, or the whole state was replaced."""
+        ...
 
 
 class RoundHost(Protocol):
@@ -62,8 +80,10 @@ class RoundContext:
         errors: logs exceptions of our own code that cost no more than an attempt.
         codec: of outer gradients.
         swarm_size: about how many peers the run has; 0 while we link to all of them.
-        has_contributed: whether a peer contributed to one of the last rounds, or none has landed yet.
+        recent: whose fragments are merged, and whom records must name; set with each head.
         audited: whether members commit to their chunks, and reducers are audited.
+        nursery: of the driver, while it runs.
+        avoided: reducers that were silent, or whose means are refused; they reduce only if no other can.
     """
 
     peer_id: PeerId
@@ -76,6 +96,9 @@ class RoundContext:
     compute: Compute
     errors: ErrorLog
     host: RoundHost
+    swarm_size: Callable[[], float] = lambda: 0.0
+    recent: RecentContributors = field(init=False, default_factory=RecentContributors)
+    nursery: trio.Nursery | None = field(init=False, default=None)
     liveness: Liveness = field(init=False)
     averaging: Averaging = field(init=False)
     codec: Codec = field(init=False)
@@ -83,24 +106,24 @@ class RoundContext:
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
-    swarm_size: Callable[[], float] = field(init=False, default=lambda: 0.0)
-    has_contributed: Callable[[PeerId], bool] = field(init=False, default=lambda _: True)
-    mean_guard: MeanGuard = field(init=False)
-    audits: Audits = field(init=False)
+    mean_guard: MeanGuard = field(init=False, default_factory=MeanGuard)
+    avoided: PeerBackoff = field(init=False, default_factory=PeerBackoff)
 
     def __post_init__(self) -> None:
         run, links = self.run, self.links
         self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.trainers)
         self.averaging = averaging_of(run)
-        self.mean_guard = MeanGuard()
         self.codec = gradient_codec(run)
         self.grid = Grid.of(self.state.num_blocks, self.codec)
         self.audited = is_audited(run, self.averaging)
-        codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
-        model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
+        largest_mean = mean_codec(run, MAX_CONTRIBUTORS)
+        model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in (self.codec, largest_mean))
         self.parts = PartStore(
-            links, self.compute, self.averaging,
-            mean_bytes=codecs[1].size_bytes, spare_bytes=SPARE_MODELS * model_bytes,
-        )  # fmt: skip
+            links, self.compute, self.averaging, largest_mean.size_bytes, spare_bytes=SPARE_MODELS * model_bytes
+        )
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
-        self.audits = Audits(self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.grid)
+
+    def start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Start a task in the driver's nursery. Does nothing once that has ended: links may still deliver messages."""
+        if self.nursery is not None:
+            self.nursery.start_soon(task, *args)

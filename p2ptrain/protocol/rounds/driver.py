@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -19,21 +19,18 @@ from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds.attempts import Attempts
-from p2ptrain.protocol.rounds.audit import Audited
-from p2ptrain.protocol.rounds.checks import check_join
-from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.draw import MARGIN, MARGIN_OF_OTHERS, may_be_drawn, rank
-from p2ptrain.protocol.rounds.events import Tick
-from p2ptrain.protocol.rounds.fetching import RecordFetcher
-from p2ptrain.protocol.rounds.head_votes import HeadVotes
-from p2ptrain.protocol.rounds.history import History, lineage_of
-from p2ptrain.protocol.rounds.lineage import LineageWatch, PastHeads
-from p2ptrain.protocol.rounds.recent import RecentContributors
-from p2ptrain.protocol.rounds.round_state import State, deadline_s
-from p2ptrain.protocol.rounds.schedule import Schedule
-from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.timeouts import PeerBackoff
+from p2ptrain.protocol.rounds.deciding.events import State, Tick, deadline_s
+from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
+from p2ptrain.protocol.rounds.deciding.lineage import LineageWatch, PastHeads
+from p2ptrain.protocol.rounds.deciding.policy import MARGIN, MARGIN_OF_OTHERS, may_be_drawn, rank
+from p2ptrain.protocol.rounds.deciding.proof import HeadVotes
+from p2ptrain.protocol.rounds.deciding.record import check_join
+from p2ptrain.protocol.rounds.deciding.schedule import Schedule
+from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff
+from p2ptrain.protocol.rounds.landing.commit import Committer
+from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.moving.audit import Audited
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -52,35 +49,25 @@ NO_HEAD = m.Head("", "", -1, "", "", (), 0, 0, None)
 
 
 class RoundDriver:
-    """Drives rounds. See the package docstring for the objects that it uses.
+    """Drives rounds; implements `RoundEvents`. See the package docstring for the objects that it uses.
 
     Attributes:
         past_heads: the heads that we had; `adopt` takes only those that it allows.
         history: the run's history up to our head, as far as we know it.
         committer: applies decided rounds.
-        recent: whose fragments are merged, and whom records must name.
     """
 
     def __init__(self, context: RoundContext, rng: random.Random) -> None:
         self.context = context
         self.past_heads = PastHeads()
         self.history = History()
-        self.recent = RecentContributors()
         # Partners whose claims to be ahead in our lineage brought nothing, and those of lineages that we did not adopt.
         self._futile, self._refused = PeerBackoff(MAX_IGNORED_S), PeerBackoff(MAX_IGNORED_S)
-        context.has_contributed = lambda peer_id: self.recent.admits(peer_id)
         self._exchange = context.exchange
-        self._taker = SnapshotTaker(context, self._start_soon)
-        self._fetcher = RecordFetcher(context, lambda: self.head, self._start_soon)
-        self.committer = Committer(
-            context, self._taker, self._fetcher,
-            set_head=self._advance, ended=self._on_resolved, start_soon=self._start_soon,
-        )  # fmt: skip
+        self._taker = SnapshotTaker(context)
+        self.committer = Committer(context, NO_HEAD, self._taker, self)
         self._schedule = Schedule(context, rng)
-        self._attempts = Attempts(
-            context, NO_HEAD, self._taker, self._schedule, self.committer,
-            deliver=self.deliver, changed=self.wake, start_soon=self._start_soon,
-        )  # fmt: skip
+        self._attempts = Attempts(context, NO_HEAD, self._taker, self._schedule, self.committer, self)
         self._lineage_watch = LineageWatch(context.liveness)
         self._head_votes = HeadVotes(context.prover, context.liveness.own)
         self._landed: m.Landed | None = None
@@ -88,12 +75,11 @@ class RoundDriver:
         self._leaving = False
         self._deferred: dict[tuple[PeerId, type[m.Message]], m.Message] = {}
         self._changed = trio.Event()
-        self._nursery: trio.Nursery | None = None
 
     async def run_forever(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Drive rounds until cancelled. Messages may be delivered as soon as it has started."""
         async with trio.open_nursery() as nursery:
-            self._nursery = nursery
+            self.context.nursery = nursery
             self._lineage_watch.reset(trio.current_time())
             nursery.start_soon(self._watch_stalls)
             nursery.start_soon(self._keep_time)
@@ -102,19 +88,14 @@ class RoundDriver:
             try:
                 await self._drive()
             finally:
-                self._nursery = None
+                self.context.nursery = None
 
     def take_snapshot(self, snapshot: Snapshot) -> None:
         """Use the snapshot that the training thread has taken."""
         self._attempts.take_snapshot(snapshot)
 
-    def _start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
-        # Links may still deliver messages when we have ended.
-        if self._nursery is not None:
-            self._nursery.start_soon(task, *args)
-
-    def wake(self) -> None:
-        """Look again at what is to be done, as something has changed."""
+    def changed(self) -> None:
+        """There may be something new to do, or to wait for."""
         self._changed.set()
         self._changed = trio.Event()
 
@@ -181,21 +162,21 @@ class RoundDriver:
         """Go on from this head, which `past_heads.may_adopt` must allow. Forgets votes and plans."""
         assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
         self.past_heads.note(head)
-        self.recent = self.recent.after(head)
+        self.context.recent = self.context.recent.after(head)
         self._voter_ids = frozenset(peer for peer, _ in head.voters)
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)
         self._schedule.begin(head, trio.current_time(), same_lineage=same_lineage)
         self._lineage_watch.reset(trio.current_time())
-        self.committer.forget()
+        self.committer.begin(head)
         self._landed = self._head_votes.begin(head, votes)
         for link in self.context.links.trainers():
             self.introduce(link)
         if self._landed is not None:
             self._head_votes.note(self.context.peer_id, self._landed)
-        self.wake()
+        self.changed()
 
-    def _advance(self, head: m.Head) -> None:
+    def advance(self, head: m.Head) -> None:
         """Go on from the head after a committed round."""
         self.history.add(m.Entry(head.commit, None))
         self._set_head(head)
@@ -292,32 +273,32 @@ class RoundDriver:
                 self.context.parts.receive(sender, message, payload)
             case m.Landed():
                 self._head_votes.note(sender, message)
-                self.wake()
+                self.changed()
             case m.Call() | m.Commit() if self.committer.resolving or self._is_one_ahead(message):
                 # Of the round after the one that is about to be applied: delivered once that has landed.
                 if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
                     self._deferred[sender, type(message)] = message
             case m.Accuse():
-                audited = self.context.audits.accepts(sender, message)
+                audited = self.committer.audits.accepts(sender, message)
                 if audited is not None:
-                    self._start_soon(self._check_accusation, sender, audited)
+                    self.context.start_soon(self._check_accusation, sender, audited)
             case m.Due():
                 if self._schedule.note_due(sender, message, self.head):
-                    self.wake()
+                    self.changed()
             case _ if self._is_active:
                 self._attempts.receive(sender, message, payload)
 
     async def _check_accusation(self, sender: PeerId, audited: Audited) -> None:
         with self.context.errors.containing("checking an accusation", "it is ignored"):
-            await self.context.audits.check(sender, audited)
+            await self.committer.audits.check(sender, audited)
 
     def _is_one_ahead(self, message: m.Call | m.Commit) -> bool:
         of = message if isinstance(message, m.Call) else message.record
         return (of.lineage, of.round) == (self.head.lineage, self.round_state.round + 1)
 
-    def _on_resolved(self) -> None:
+    def resolved(self) -> None:
         """A round has landed or failed, or the state was replaced: deliver what came meanwhile."""
-        self.wake()
+        self.changed()
         deferred, self._deferred = self._deferred, {}
         for (sender, _), message in deferred.items():
             # Not the Call of a leader that was lost meanwhile.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.rounds.quorum import Voter
+from p2ptrain.protocol.rounds.deciding.proof import Voter
 from p2ptrain.protocol.wire.messages import Beat, Head
 from p2ptrain.protocol.wire.transport import PeerId
 

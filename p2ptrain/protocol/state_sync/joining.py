@@ -21,9 +21,9 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.nursery import nursery_raising
+from p2ptrain.protocol.rounds.deciding.history import History, is_better, leads_to, merged, shared
+from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.history import History, is_better, leads_to, merged, shared
-from p2ptrain.protocol.rounds.lineage import MAX_TURNS
 from p2ptrain.protocol.state_sync.arrival import Arrivals
 from p2ptrain.protocol.state_sync.provenance import (
     NotNowError,

@@ -18,7 +18,7 @@ from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.history import (
+from p2ptrain.protocol.rounds.deciding.history import (
     MAX_ENTRIES,
     MAX_HISTORY_BYTES,
     RECENT_ENTRIES,
@@ -31,8 +31,8 @@ from p2ptrain.protocol.rounds.history import (
     shared,
     was_alone,
 )
-from p2ptrain.protocol.rounds.lineage import check_head, generation_of
-from p2ptrain.protocol.rounds.proof import Prover
+from p2ptrain.protocol.rounds.deciding.lineage import check_head, generation_of
+from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.wire.messages import Beat, Entry, Founding, Head, SignedHead, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId

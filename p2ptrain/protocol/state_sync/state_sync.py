@@ -17,8 +17,8 @@ from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.rounds.deciding.history import History, merged, shared
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.history import History, merged, shared
 from p2ptrain.protocol.state_sync.arrival import Arrivals
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
 from p2ptrain.protocol.state_sync.provenance import (

@@ -1,0 +1,227 @@
+"""When this peer announces that it is due, which peer leads the next attempt, and how long the joining window is."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections import deque
+from collections.abc import Collection, Mapping
+
+from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.deciding.events import Lead
+from p2ptrain.protocol.rounds.deciding.policy import drawn
+from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, PeerBackoff
+from p2ptrain.protocol.wire.messages import Due, Head
+from p2ptrain.protocol.wire.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# Without a Call, announce it again: the next leader in the order may then call.
+DUE_AGAIN_S = 3.0
+# A peer that is alone delays a round by at most this for joiners that make progress. 124M parameters and a moment take
+# 90 s at 100 Mbit/s, a quarter of an hour at 10 Mbit/s.
+JOINERS_PATIENCE_S = 1000.0
+# In a group, rounds wait this long for a joiner that a round has overtaken, doubled each time (guess). Then it has the
+# state, or follows by the rounds' means, an eighth of the bytes.
+OVERTAKEN_S, MAX_OVERTAKEN_S = 10.0, 60.0
+# A peer that has begun a lineage for the last round of a run with pairwise steps waits this long for one other to
+# follow: partners compare histories every 10 s.
+FOLLOWERS_PATIENCE_S = 30.0
+# In such a run the last round waits this long for half of the linked members to be due (guess).
+MEMBERS_PATIENCE_S = 60.0
+# A Join is sent by the end of the window; on a busy machine it may take this long to arrive (guess).
+JOIN_GRACE_S = 0.5
+# Two leaders that interrupted each other wait for different times before they call again.
+LEADER_DELAY_S = (0.05, 0.3)
+# Bounds of the joining window, which follows the delay of past Joins, and ends once all have joined. On a busy machine
+# a snapshot of 25M parameters takes most of a second (measured).
+MIN_WINDOW_S = 1.0
+MAX_WINDOW_OF_INTERVAL = 0.1
+WINDOW_MARGIN = 1.5
+# The window doubles after each failed attempt at a round, at most this many times.
+MOST_DOUBLINGS = 2
+# The peer that reaches most voters leads; every third attempt may be led by any live peer.
+ANY_LEADER_EVERY = 3
+# A fast peer may be due for the round after the one that has not landed here yet.
+MAX_ROUNDS_AHEAD = 2
+# A Due may name a later attempt than we know of, within this limit.
+MAX_DUE_AHEAD = 8
+
+
+def leader_of(
+    head: Head, counter: int, due: Collection[PeerId], present: Collection[Voter], reach: Mapping[PeerId, int]
+) -> PeerId | None:
+    """The peer that leads this attempt at the round after `head`; None until half of the voters are due.
+
+    Candidates are ordered by a hash for each attempt, voters before others.
+
+    Args:
+        present: linked live trainers, and ourselves.
+        reach: how many voters each of them is linked with. Behind NAT a peer may not reach all, and voters that the
+            leader does not reach cannot contribute.
+    """
+    due_voters = [voter for voter in head.voters if voter in present and voter[0] in due]
+    if 2 * len(due_voters) < len(head.voters) or not is_quorum(present, head.voters):
+        return None
+    furthest = max(reach.get(peer, 0) for peer, _ in present)
+    if counter % ANY_LEADER_EVERY != ANY_LEADER_EVERY - 1:
+        present = [voter for voter in present if reach.get(voter[0], 0) == furthest]
+
+    def rank(voter: Voter) -> tuple[bool, bytes]:
+        name = f"{head.lineage}/{head.round + 1}/{counter}/{voter[0]}"
+        return voter not in head.voters, hashlib.blake2b(name.encode(), digest_size=8).digest()
+
+    return min(present, key=rank)[0]
+
+
+class Schedule:
+    """Decides when we are due and when we lead; sends nothing.
+
+    Attributes:
+        counter: of the attempt expected next.
+        ignored: leaders whose Calls are ignored for a while.
+    """
+
+    def __init__(self, context: RoundContext, rng: random.Random) -> None:
+        self.counter = 0
+        self.ignored = PeerBackoff()
+        self._context = context
+        self._rng = rng
+        self._due: dict[int, set[PeerId]] = {}
+        self._counters: dict[PeerId, int] = {}
+        self._join_delays_s: deque[float] = deque(maxlen=64)
+        self._due_from_s = 0.0
+        self._began_s = self._head_s = 0.0
+        self._sent_s = 0.0
+        self._sent_for = ("", -2, 0)
+        self._called_s = self._delayed_until_s = 0.0
+
+    def begin(self, head: Head, now: float, *, same_lineage: bool) -> None:
+        """After a new head: forget Dues of earlier rounds."""
+        self.counter = 0
+        self._counters = {}
+        self._began_s = self._began_s if same_lineage else now
+        self._head_s = now
+        self._due = {n: due for n, due in self._due.items() if same_lineage and n > head.round}
+
+    def skip(self, round_: int) -> None:
+        """The round was skipped: forget its Dues."""
+        self._due.pop(round_, None)
+
+    def note_time(self, now: float) -> None:
+        """Call it every second: notes since when we are due."""
+        if not self._context.exchange.round_due:
+            self._due_from_s = now
+
+    def waits(self, head: Head, now: float, *, is_landing: bool) -> bool:
+        """Whether to delay a round for peers that it would overtake.
+
+        It would change the state that joiners download: a peer that is alone waits for as long as they make progress.
+        A slow joiner must not delay other members: they wait only for one that rounds have overtaken, as it might never
+        get the state, and for a voter that has not landed the last round (`is_landing`), whose parts would be gone.
+        With pairwise steps, a peer also waits for peers of another lineage, which follow.
+        """
+        exchange, host = self._context.exchange, self._context.host
+        if not exchange.round_due:
+            return False
+        if self._context.run.is_pairwise and not host.trainers() and self._context.links.trainers():
+            # The one round of the run is not for us alone, because we have founded a lineage for it.
+            return now - self._began_s < FOLLOWERS_PATIENCE_S
+        if exchange.at_length:
+            return False
+        if is_landing and now - self._head_s < OVERTAKEN_S:
+            return True
+        joiners = host.joiners()
+        if not joiners:
+            return False
+        if self._context.liveness.is_alone(head):
+            return now - self._due_from_s < JOINERS_PATIENCE_S
+        times = max(joiners.values())
+        return times > 0 and now - self._head_s < min(OVERTAKEN_S * 2 ** (times - 1), MAX_OVERTAKEN_S)
+
+    def due(self, head: Head, attempts_failed: int, now: float) -> Due | None:
+        """The Due to send to all peers, including ourselves; None if we are not due or have just sent it."""
+        this = (head.lineage, head.round, attempts_failed)
+        if not self._context.exchange.round_due or (this == self._sent_for and now - self._sent_s <= DUE_AGAIN_S):
+            return None
+        self.counter += this == self._sent_for
+        self._sent_s, self._sent_for = now, this
+        return Due(head.lineage, head.round + 1, self.counter)
+
+    def note_due(self, sender: PeerId, due: Due, head: Head) -> bool:
+        """Record a Due. Returns whether it is for our round or one soon after."""
+        if due.lineage != head.lineage or not 0 < due.round - head.round <= MAX_ROUNDS_AHEAD:
+            return False
+        self._due.setdefault(due.round, set()).add(sender)
+        if due.round == head.round + 1:
+            self._counters[sender] = due.counter
+            # Two peers must report it, if there are two: one that knows the order of leaders could else lead each time.
+            claims = sorted(self._counters.values(), reverse=True)
+            heard = claims[min(len(self._context.host.trainers()), 2) - 1 :][:1]
+            self.counter = max(self.counter, *(min(claim, self.counter + MAX_DUE_AHEAD) for claim in heard), 0)
+        return True
+
+    def is_ours_to_lead(self, head: Head, now: float) -> bool:
+        """Whether we lead the next attempt."""
+        due = self._due.get(head.round + 1, set())
+        if not due:
+            return False  # Checked first, because the rest is slow with many links.
+        liveness, ignored = self._context.liveness, self.ignored.backed_off(now)
+        present = {voter for voter in liveness.present() if voter[0] not in ignored}
+        # With pairwise steps its only voter, who founded the run, may be far ahead of most.
+        few = self._context.run.is_pairwise and 2 * len(due) < len(present)
+        if few and now - self._due_from_s < MEMBERS_PATIENCE_S:
+            return False
+        return leader_of(head, self.counter, due, present, liveness.reaches(head)) == self._context.peer_id
+
+    def delay_s(self, now: float) -> float:
+        """How long to wait before we lead."""
+        return max(0.0, self._delayed_until_s - now)
+
+    def lead(self, head: Head, attempts_failed: int, now: float) -> Lead:
+        """The attempt to lead now: of the voters, and of the peers that are drawn for this round.
+
+        After each attempt that failed, the window is twice as long: on a busy machine snapshots may take seconds.
+        """
+        self._called_s = now
+        context = self._context
+        present = (*context.host.trainers(), context.peer_id)
+        called = set(drawn(head.state_hash, present, context.run.max_contributors))
+        called |= {voter for voter, _ in head.voters}.intersection(present)
+        return Lead(
+            tuple(called | {context.peer_id}),
+            self.window_s() * 2 ** min(attempts_failed, MOST_DOUBLINGS),
+            max(JOIN_GRACE_S, 2 * context.liveness.round_trip_s()),
+            context.timeouts.attempt_s(),
+            self.counter,
+        )
+
+    def note_join(self, now: float) -> None:
+        """A Join has answered our Call, maybe too late: the next window is longer then."""
+        self._join_delays_s.append(now - self._called_s)
+
+    def note_led(self, now: float, *, timed_out: bool) -> None:
+        """An attempt that we led has ended without a record. If it timed out, the next one gets more time."""
+        if timed_out:
+            self._context.timeouts.note_round(now - self._called_s)
+        self._delayed_until_s = now + self._rng.uniform(*LEADER_DELAY_S)
+
+    def ignore(self, leader: PeerId, now: float) -> None:
+        """Ignore the Calls of a leader for a while, as its attempts fail; never our own."""
+        if leader != self._context.peer_id:
+            logger.info("attempts led by %s keep failing; its calls are ignored for a while", leader)
+            self.ignored.note(leader, now, SILENT_LEADER_S)
+
+    def window_s(self) -> float:
+        """The joining window of an attempt that we lead: 1.5 × the longest recent delay of a Join, within bounds."""
+        step_s = self._context.exchange.step_s
+        interval_s = self._context.run.sync_every * step_s
+        delay_s = WINDOW_MARGIN * max(self._join_delays_s, default=interval_s)
+        # Peers join after their next step, and on a GPU after one more: room for two steps of the slowest, at most four
+        # times ours.
+        speeds = [beat.speed for beat in self._context.liveness.beats().values()]
+        slowest_s = max((1 / speed for speed in speeds if speed > 0), default=0.0)
+        room_s = 2.5 * min(max(slowest_s, step_s), 4 * step_s)
+        return max(MIN_WINDOW_S, room_s, min(delay_s, MAX_WINDOW_OF_INTERVAL * interval_s))

@@ -1,0 +1,155 @@
+"""How long the steps of a round take: timeouts, who is passed over for a while, and whether H is long enough. Pure.
+
+**Timeouts** are several times what was measured, limited by the user's settings. After one that was too short, the next
+one is longer.
+
+**The interval** between two rounds must be long enough. Training goes on during a round, so that its result lands late.
+That costs loss: with H = 25 and int4, landing 5 steps late 0.04 nats, 20 steps late 0.13 (simulated, 156 thousand
+parameters, Muon inside; with AdamW 0.06 and 0.16).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+from p2ptrain.protocol.rounds.deciding.events import Limits
+from p2ptrain.protocol.wire.transport import PeerId
+
+# A sender without a chunk for this long is excluded, or for four round trips, or twice what one takes on the slowest
+# line, if that is more: on a busy machine encoding and hashing stop for two to three seconds (measured: four peers on
+# two cores).
+STALL_S = 5.0
+# The slowest line that is supported, 2 Mbit/s (guess).
+SLOWEST_BYTES_S = 256 * 1024
+# A limit is this many times the measured duration, as other links share the path (guess).
+MARGIN = 3.0
+# Decay of a sender's longest wait per round.
+FADE = 0.5
+# An attempt gets at least this long, so that a short stall of a machine does not end it (guess).
+MIN_ATTEMPT_S = 60.0
+# Rounds remembered.
+ROUNDS = 8
+# Interval of a reducer's reports to its leader; after three missing ones it is given up (guess).
+REPORT_S = 5.0
+# From the end of the joining window to the leader's next message, and from the attempt's end to its last (guess).
+LEADER_GRACE_S, LAST_WORD_S = 10.0, 30.0
+# A silent leader or reducer is passed over for this long, doubled each time up to an hour (guess).
+SILENT_LEADER_S, SILENT_REDUCER_S, MAX_SILENT_S = 5.0, 600.0, 3600.0
+# What we advise: H is at least ten times what a round takes (guess; a fifth cost 0.04 nats).
+SHARE_OF_INTERVAL = 0.1
+# The median of so many rounds counts: one that was slow says nothing about H.
+WATCHED_ROUNDS = 3
+# H cannot change in a run, so that more often would not help.
+AGAIN_AFTER_S = 3600.0
+
+
+class Timeouts:
+    """Measured durations and the timeouts derived from them. The arguments are the user's limits."""
+
+    def __init__(self, *, peer_timeout_s: float, round_timeout_s: float) -> None:
+        self._peer_timeout_s = peer_timeout_s
+        self._round_timeout_s = round_timeout_s
+        self._longest_s: dict[PeerId, float] = {}
+        self._rounds_s: deque[float] = deque(maxlen=ROUNDS)
+
+    def note_wait(self, sender: PeerId, waited_s: float) -> None:
+        """Record the wait for a sender's chunk, since the last chunk or the roster; also if the sender was excluded."""
+        self._longest_s[sender] = max(waited_s, self._longest_s.get(sender, 0.0))
+
+    def stall_s(self, sender: PeerId, rtt_s: float, slowest_s: float) -> float:
+        """Timeout of a sender's next chunk, which takes `slowest_s` on the slowest line."""
+        longest_s = MARGIN * self._longest_s.get(sender, 0.0)
+        return min(max(STALL_S, 4 * rtt_s, 2 * slowest_s, longest_s), self._peer_timeout_s)
+
+    def note_round(self, took_s: float) -> None:
+        """Record the duration of a committed round, or of an attempt that timed out."""
+        self._rounds_s.append(took_s)
+        self._longest_s = {sender: FADE * longest for sender, longest in self._longest_s.items() if longest > 0.1}
+
+    def attempt_s(self) -> float:
+        """Timeout of an attempt, from its roster to its commit."""
+        if not self._rounds_s:
+            return self._round_timeout_s
+        return min(self._round_timeout_s, max(MIN_ATTEMPT_S, MARGIN * max(self._rounds_s)))
+
+    def reducer_s(self, rtt_s: float) -> float:
+        """How long a reducer may be silent."""
+        return 3 * REPORT_S + 4 * rtt_s
+
+    def limits(self, window_s: float, rtt_s: float) -> Limits:
+        """Limits on other leaders: several times our own timeouts. `window_s` is our own joining window."""
+        attempt_s = min(self._round_timeout_s, MARGIN * self.attempt_s()) + LAST_WORD_S
+        return Limits(max(LEADER_GRACE_S, 4 * window_s), LEADER_GRACE_S + 4 * rtt_s, attempt_s)
+
+
+class PeerBackoff:
+    """Peers that failed, as leader for example, and until when they are passed over, twice as long each time."""
+
+    def __init__(self, most_s: float = MAX_SILENT_S) -> None:
+        self._most_s = most_s
+        self._until: dict[PeerId, tuple[float, float]] = {}
+
+    def note(self, peer_id: PeerId, now: float, least_s: float) -> None:
+        """Pass a peer over for `least_s`, or twice as long as the last time.
+
+        Peers that were not passed over for `most_s` are forgotten: ids cost nothing, so there may be many.
+        """
+        self._until = {peer: entry for peer, entry in self._until.items() if now <= entry[0] + self._most_s}
+        until_s, lasts_s = self._until.get(peer_id, (0.0, 0.0))
+        if now >= until_s:
+            lasts_s = min(max(least_s, 2 * lasts_s), self._most_s)
+            self._until[peer_id] = now + lasts_s, lasts_s
+
+    def forget(self, peer_id: PeerId) -> None:
+        """The peer succeeded: do not pass it over any more."""
+        self._until.pop(peer_id, None)
+
+    def is_backed_off(self, peer_id: PeerId, now: float) -> bool:
+        """Whether a peer is passed over now."""
+        return now < self._until.get(peer_id, (0.0, 0.0))[0]
+
+    def backed_off(self, now: float) -> set[PeerId]:
+        """Peers that are passed over now."""
+        return {peer_id for peer_id, (until_s, _) in self._until.items() if now < until_s}
+
+
+def fewest_steps(round_s: float, step_s: float) -> int:
+    """The least H with which a round takes at most a tenth of its interval."""
+    return math.ceil(round_s / SHARE_OF_INTERVAL / step_s - 1e-9)
+
+
+class IntervalWatch:
+    """The seconds that this peer's last rounds took. `sync_every`: the run's H."""
+
+    def __init__(self, sync_every: int) -> None:
+        self._sync_every = sync_every
+        self._rounds_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
+        self._told_s = -math.inf
+
+    def note(self, round_s: float, own_sync_every: int, step_s: float, now: float) -> str:
+        """A round has landed. Returns a warning if rounds take too much of the interval; empty if not, or told lately.
+
+        Args:
+            round_s: from its first attempt to its landing.
+            own_sync_every: this peer's inner steps in an interval: more than the run's H if it is faster than others.
+            step_s: duration of one of them.
+        """
+        self._rounds_s.append(round_s)
+        usual_s, interval_s = statistics.median(self._rounds_s), own_sync_every * step_s
+        is_long_enough = usual_s <= SHARE_OF_INTERVAL * interval_s
+        if (
+            is_long_enough
+            or not interval_s
+            or len(self._rounds_s) < WATCHED_ROUNDS
+            or now - self._told_s < AGAIN_AFTER_S
+        ):
+            return ""
+        self._told_s = now
+        enough = fewest_steps(usual_s, interval_s / self._sync_every)
+        return (
+            f"a round takes {usual_s:.2g} s, {100 * usual_s / interval_s:.0f} % of an interval of {own_sync_every} "
+            f"steps of {step_s:.2g} s, and its result lands late, which costs loss. This run keeps its H = "
+            f"{self._sync_every}; give the next one --sync-every {enough} or more, or a --round-codec with fewer bytes"
+        )

@@ -252,7 +252,6 @@ class Network:
         bulk: opens and accepts bulk connections; None: off.
         peer_id: our identity, base58.
         access: the peers that this machine refuses; kept up to date with its files.
-        on_event: called as `Sink.write`, on the network thread, with each death and restart of the daemon, if set.
         failure: why no daemon will be started again; None until then.
     """
 
@@ -266,7 +265,7 @@ class Network:
         self.bulk = (
             TlsBulk(identity.peer_id, config.host_maddrs, config.bulk_port, scratch) if config.bulk == "on" else None
         )
-        self.on_event: Callable[..., object] | None = None
+        self._write: Callable[..., object] = lambda event, **fields: None
         self.failure: ConfigError | None = None
         self._errors = ErrorLog(logger)
         self._config = config
@@ -334,10 +333,13 @@ class Network:
             with self._errors.containing("reading the lists of peers"):
                 await trio.to_thread.run_sync(self.access.refresh, abandon_on_cancel=True)
 
+    def tell_events(self, write: Callable[..., object]) -> None:
+        """Tell each death and restart of the daemon from now on: `write` is `Sink.write`, on the network thread."""
+        self._write = write
+
     def _tell(self, *, status: str, reason: str) -> None:
-        if self.on_event is not None:
-            with self._errors.containing("recording an event of the libp2p daemon"):
-                self.on_event("daemon", status=status, reason=reason)
+        with self._errors.containing("recording an event of the libp2p daemon"):
+            self._write("daemon", status=status, reason=reason)
 
     @contextlib.asynccontextmanager
     async def _online(self, config: NetworkConfig, *, reach: bool) -> AsyncIterator[Daemon]:

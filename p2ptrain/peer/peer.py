@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,6 +55,21 @@ LEAVING_POLL_S = 0.01
 STATE_TIMEOUT_S = 120.0
 
 
+@dataclass(frozen=True)
+class Joining:
+    """How a peer joins.
+
+    Attributes:
+        may_found: whether it founds the run at once: there is no peer to ask.
+        resume_state: its `Peer.state_dict()` of before a restart.
+        on_status: called with what it is doing until it has joined.
+    """
+
+    may_found: bool
+    resume_state: dict[str, Any] | None = None
+    on_status: Callable[[str], None] = lambda status: None
+
+
 class Peer:
     """One member of a run, made by `p2ptrain.join` or `NetworkSession.enter`; a context manager that leaves at the end.
 
@@ -79,10 +95,7 @@ class Peer:
         thread: NetworkThread,
         optimizer: torch.optim.Optimizer | None,
         records: Sink,
-        worker_threads: int,
-        may_found: bool,
-        resume_state: dict[str, Any] | None,
-        on_status: Callable[[str], None],
+        joining: Joining,
     ) -> None:
         incarnation = secrets.token_hex(8)
         self._parts = parts
@@ -126,14 +139,15 @@ class Peer:
                 compute=self._workers,
             )
 
-        restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())
+        resumed = joining.resume_state
+        restored = None if resumed is None else from_dict(resumed, self._exchange.new_state())
         parts.claim()
-        self._workers = Workers(worker_threads)
-        self._runner = NodeRunner(build, self._exchange, self._workers, may_found=may_found, restored=restored)
-        network.on_event = self._on_event
+        self._workers = Workers(rules.worker_threads)
+        self._runner = NodeRunner(build, self._exchange, self._workers, may_found=joining.may_found, restored=restored)
+        network.tell_events(self._on_event)
         thread.start_soon(self._run_node)
         try:
-            self._await_ready(on_status)
+            self._await_ready(joining.on_status)
         except BaseException:
             self.leave("could not join")
             raise

@@ -21,7 +21,7 @@ from p2ptrain.network.addresses import by_peer_id, ways_in
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
-from p2ptrain.peer.peer import Peer
+from p2ptrain.peer.peer import Joining, Peer
 from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
 from p2ptrain.peer.worker import default_threads
@@ -204,14 +204,12 @@ class NetworkSession:
                     refusal=self.network.access.refusal,
                     peer_timeout_s=config.peer_timeout_s,
                     gossip_budget=config.gossip_budget * usable_cores(),
+                    worker_threads=worker_threads or default_threads(),
                 ),
                 thread=self._thread,
                 optimizer=optimizer,
                 records=records,
-                worker_threads=worker_threads or default_threads(),
-                may_found=not self.knows_others,
-                resume_state=resume_state,
-                on_status=on_status or (lambda status: None),
+                joining=Joining(not self.knows_others, resume_state, on_status or (lambda status: None)),
             )
             try:
                 self.announce(lambda: _announcement_of(peer, parts.space.numel))

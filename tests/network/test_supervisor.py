@@ -30,9 +30,9 @@ class Seen:
     def __init__(self, network: Network) -> None:
         self.events: list[str] = []
         self._more = trio.Event()
-        network.on_event = self._on_event
+        network.tell_events(self.write)
 
-    def _on_event(self, event: str, /, **fields: object) -> None:
+    def write(self, event: str, /, **fields: object) -> None:
         assert event == "daemon"
         self.events.append(str(fields["status"]))
         self._more.set()
@@ -213,13 +213,12 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
             monkeypatch.setattr(host.LibP2P, "_watch", fail)
             async with open_network(config(other)) as network:
                 seen = Seen(network)
-                tell = network.on_event
 
                 def tell_and_fail(event: str, /, **fields: object) -> None:
-                    tell(event, **fields)
+                    seen.write(event, **fields)
                     raise LookupError("the listener has a bug as well")
 
-                network.on_event = tell_and_fail
+                network.tell_events(tell_and_fail)
                 for count, bug in enumerate(bugs, start=1):
                     bug.set()
                     await seen.until(*["died", "restarted"] * count)

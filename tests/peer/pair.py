@@ -15,7 +15,7 @@ from torch import nn
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
-from p2ptrain.peer.peer import Peer
+from p2ptrain.peer.peer import Joining, Peer
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.protocol.node.given import LocalRules, Run
 from p2ptrain.protocol.wire.transport import no_refusal
@@ -40,20 +40,17 @@ def memory_peer(
     """A peer on the memory network."""
     network: Any = SimpleNamespace(
         peer_id=name, transport=memory.transport(name), directory=memory.directory(name), maddrs=[], failure=None,
-        access=SimpleNamespace(refusal=no_refusal), on_event=None, bulk=None,
+        access=SimpleNamespace(refusal=no_refusal), tell_events=lambda write: None, bulk=None,
     )  # fmt: skip
     return Peer(
         parts,
         Run(run),
         network,
-        LocalRules(),
+        LocalRules(worker_threads=2),
         thread=thread,
         optimizer=None,
         records=records or Sinks([]),
-        worker_threads=2,
-        may_found=may_found,
-        resume_state=None,
-        on_status=lambda status: None,
+        joining=Joining(may_found),
     )
 
 

@@ -50,7 +50,7 @@ class NetworkAccess:
 
 @dataclass(frozen=True)
 class LocalRules:
-    """What the user of this machine asks for.
+    """What the user of this machine asks for, and allows.
 
     Attributes:
         chosen: ids of the user's initial peers.
@@ -58,6 +58,7 @@ class LocalRules:
         refusal: whom the user refuses, and why.
         peer_timeout_s: seconds without a message before a peer is considered lost.
         gossip_budget: cores that gossip may keep busy; infinite: a push at every step.
+        worker_threads: threads for the work of rounds.
     """
 
     chosen: Collection[PeerId] = ()
@@ -65,6 +66,7 @@ class LocalRules:
     refusal: Refusal = no_refusal
     peer_timeout_s: float = PEER_TIMEOUT_S
     gossip_budget: float = math.inf
+    worker_threads: int = 1
 
 
 @dataclass(frozen=True)

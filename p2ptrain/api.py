@@ -246,12 +246,22 @@ def join(
             else:
                 peers, pinned_to = tuple(initial_peers), founder
             network = NetworkConfig(
-                initial_peers=peers, founder=pinned_to, anchor=anchor, host_maddrs=tuple(host_maddrs),
-                announce_maddrs=tuple(announce_maddrs), lan=lan, identity=None if identity is None else str(identity),
-                peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, allow=None if allow is None else str(allow),
-                bulk=bulk, bulk_port=bulk_port,
-                deny=None if deny is None else str(deny), run_key=None if run_key is None else str(run_key), key=key,
-            )  # fmt: skip
+                initial_peers=peers,
+                founder=pinned_to,
+                anchor=anchor,
+                host_maddrs=tuple(host_maddrs),
+                announce_maddrs=tuple(announce_maddrs),
+                lan=lan,
+                identity=None if identity is None else str(identity),
+                peer_timeout_s=peer_timeout_s,
+                gossip_budget=gossip_budget,
+                allow=None if allow is None else str(allow),
+                bulk=bulk,
+                bulk_port=bulk_port,
+                deny=None if deny is None else str(deny),
+                run_key=None if run_key is None else str(run_key),
+                key=key,
+            )
             PeerConfig(worker_threads=worker_threads)  # checks it
             Access(network).check_allowed(network.initial_peers)
             session = failing.enter_context(NetworkSession(network))
@@ -267,9 +277,15 @@ def join(
             if found is None and total_steps is None:
                 run = dataclasses.replace(run, total_steps=0)
             peer = session.enter(
-                ours, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
-                resume_state=resume, worker_threads=worker_threads, on_status=on_status,
-            )  # fmt: skip
+                ours,
+                run,
+                optimizer=optimizer,
+                metrics=None if metrics is None else Path(metrics),
+                sinks=sinks,
+                resume_state=resume,
+                worker_threads=worker_threads,
+                on_status=on_status,
+            )
             failing.callback(peer.leave, "could not join")
             if show is not None:
                 peer.dashboard = show(peer)

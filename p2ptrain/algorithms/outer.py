@@ -100,9 +100,14 @@ def outer_step(
 
 
 def _native_sgd(
-    library: ctypes.CDLL, anchor: Array, moments: list[Array], gradient: Array,
-    optimizer: str, lr: np.float32, momentum: np.float32,
-) -> None:  # fmt: skip
+    library: ctypes.CDLL,
+    anchor: Array,
+    moments: list[Array],
+    gradient: Array,
+    optimizer: str,
+    lr: np.float32,
+    momentum: np.float32,
+) -> None:
     """What `_numpy_sgd` does, in C."""
     of, nesterov = kernels.address, optimizer == "nesterov"
     moment = of(moments[0]) if moments else None

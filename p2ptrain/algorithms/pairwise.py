@@ -49,15 +49,26 @@ def pairwise_step(
     """
     for rows in _chunks(own):
         _step_chunk(
-            anchor[rows], moment[rows], own[rows], None if partner is None else partner[rows],
-            lr=np.float32(lr), momentum=np.float32(momentum), scale=np.float32(scale),
-        )  # fmt: skip
+            anchor[rows],
+            moment[rows],
+            own[rows],
+            None if partner is None else partner[rows],
+            lr=np.float32(lr),
+            momentum=np.float32(momentum),
+            scale=np.float32(scale),
+        )
 
 
 def _step_chunk(
-    anchor: Array, moment: Array, own: Array, partner: Array | None,
-    *, lr: np.float32, momentum: np.float32, scale: np.float32,
-) -> None:  # fmt: skip
+    anchor: Array,
+    moment: Array,
+    own: Array,
+    partner: Array | None,
+    *,
+    lr: np.float32,
+    momentum: np.float32,
+    scale: np.float32,
+) -> None:
     own -= anchor
     if partner is None:
         update = own * lr

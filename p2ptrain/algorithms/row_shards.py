@@ -94,9 +94,11 @@ class RowShard:
         rows = np.flatnonzero((segment >= 0) & (within < self._numels[segment]))
         segment, within = segment[rows], within[rows]
         return Held(
-            rows, self._first_numbers[segment] + within // BLOCK, self._columns[segment],
+            rows,
+            self._first_numbers[segment] + within // BLOCK,
+            self._columns[segment],
             np.minimum(self._numels[segment] - within, BLOCK),
-        )  # fmt: skip
+        )
 
 
 def put(held: Held, values: torch.Tensor, out: torch.Tensor) -> None:

@@ -26,9 +26,12 @@ def data() -> None:
 @click.option("--field", default="text", show_default=True, help="Field of a record that holds the text.")
 @click.option("--split", default="train", show_default=True, help="Split of a dataset.")
 @click.option(
-    "--held-out", type=NumberRange(0, 0.5), default=0.005, show_default=True,
+    "--held-out",
+    type=NumberRange(0, 0.5),
+    default=0.005,
+    show_default=True,
     help="Share of the documents to evaluate on.",
-)  # fmt: skip
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes.  [default: one for each core]")
 def prepare(
     sources: tuple[str, ...], tokenizer: str, out: Path, field: str, split: str, held_out: float, jobs: int | None
@@ -73,9 +76,16 @@ def prepare(
                 said_s = time.monotonic()
 
         prepared = run(
-            sources, out, tokenizer=tokenizer, field=field, split=split, held_out=held_out,
-            jobs=jobs or max(1, round(usable_cores())), say=click.echo, on_progress=show,
-        )  # fmt: skip
+            sources,
+            out,
+            tokenizer=tokenizer,
+            field=field,
+            split=split,
+            held_out=held_out,
+            jobs=jobs or max(1, round(usable_cores())),
+            say=click.echo,
+            on_progress=show,
+        )
     if prepared.empty:
         click.echo(f"{prepared.empty:,} documents without text were left out; the first is {prepared.first_empty}")
     _say(out)

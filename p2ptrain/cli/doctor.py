@@ -16,9 +16,19 @@ WOULD_NOT_WORK = 1
 
 
 @settings_command(
-    "run_id", "model", "initial_peers", "run_key", "host_maddrs", "announce_maddrs", "startup_timeout_s",
-    "peer_timeout_s", "relay_peers", "device", "threads", "out",
-)  # fmt: skip
+    "run_id",
+    "model",
+    "initial_peers",
+    "run_key",
+    "host_maddrs",
+    "announce_maddrs",
+    "startup_timeout_s",
+    "peer_timeout_s",
+    "relay_peers",
+    "device",
+    "threads",
+    "out",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def doctor(settings: Settings, as_json: bool) -> None:
     """Check whether a peer works on this machine.

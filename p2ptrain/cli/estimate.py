@@ -25,10 +25,24 @@ def takes_link(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @settings_command(
-    "model", "preset", "sync_every", "round_codec", "round_density", "prune_fraction", "averaging",
-    "fragment_fraction", "fragment_codec", "topology", "fan_out", "outer_optimizer", "inner_optimizer",
-    "inner_moments", "max_contributors", "round_timeout_s", "gossip_budget",
-)  # fmt: skip
+    "model",
+    "preset",
+    "sync_every",
+    "round_codec",
+    "round_density",
+    "prune_fraction",
+    "averaging",
+    "fragment_fraction",
+    "fragment_codec",
+    "topology",
+    "fan_out",
+    "outer_optimizer",
+    "inner_optimizer",
+    "inner_moments",
+    "max_contributors",
+    "round_timeout_s",
+    "gossip_budget",
+)
 @click.option("--params", metavar="SIZE", help="Number of parameters, such as 124M or 1.5B; or give --model.")
 @takes_link
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")

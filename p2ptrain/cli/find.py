@@ -49,12 +49,17 @@ def find(as_json: bool) -> None:
     if as_json:
         rows = [
             {
-                "run_id": run.run_id, "model": run.model, "parameters": run.parameters, "peers": run.peers,
-                "step": run.step, "founder": run.founder, "addresses": run.addresses,
+                "run_id": run.run_id,
+                "model": run.model,
+                "parameters": run.parameters,
+                "peers": run.peers,
+                "step": run.step,
+                "founder": run.founder,
+                "addresses": run.addresses,
                 "ticket": ticket_text(run.ticket),
             }
             for run in runs
-        ]  # fmt: skip
+        ]
         click.echo(json.dumps(rows, indent=2))
     else:
         for run in runs:

@@ -16,13 +16,19 @@ from p2ptrain.settings.config import RunConfig
 @click.option("--prompt", default="def ", show_default=True, help="Beginning of the text.")
 @click.option("--length", type=click.IntRange(min=1), default=500, show_default=True, help="Tokens to add.")
 @click.option(
-    "--temperature", type=NumberRange(min=0, max=100), default=0.8, show_default=True,
+    "--temperature",
+    type=NumberRange(min=0, max=100),
+    default=0.8,
+    show_default=True,
     help="Sampling temperature; 0 for the most likely text.",
-)  # fmt: skip
+)
 @click.option(
-    "--top-p", type=NumberRange(min=0, max=1, min_open=True), default=1.0, show_default=True,
+    "--top-p",
+    type=NumberRange(min=0, max=1, min_open=True),
+    default=1.0,
+    show_default=True,
     help="Sample from the likeliest tokens of this probability in all.",
-)  # fmt: skip
+)
 @click.option("--tokenizer", metavar="NAME", help="If DIR has none: FILE.json or hub:NAME, as for join.")
 @click.option(
     "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="Seed of the sampling."

@@ -54,9 +54,23 @@ def cli() -> None:
 
 
 for command in (
-    demo, join, find, key, bootstrap, peers, dashboard, doctor, estimate, data, generate, export, simulate, reproduce,
-    config, completion,
-):  # fmt: skip
+    demo,
+    join,
+    find,
+    key,
+    bootstrap,
+    peers,
+    dashboard,
+    doctor,
+    estimate,
+    data,
+    generate,
+    export,
+    simulate,
+    reproduce,
+    config,
+    completion,
+):
     cli.add_command(command)
 
 

@@ -164,9 +164,13 @@ def settings_command(
         rare = frozenset(names).difference(common) if common else frozenset()
         if rare:
             decorated = click.option(
-                "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+                "--help-all",
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_all,
                 help="Show all options and exit.",
-            )(decorated)  # fmt: skip
+            )(decorated)
         made = click.command(cls=kind, epilog=epilog)(decorated)
         made.rare = rare
         return made

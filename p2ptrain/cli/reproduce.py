@@ -16,8 +16,14 @@ from p2ptrain.settings.extras import require_extra
 @click.option("--seeds", type=click.IntRange(1, 20), default=1, show_default=True, help="Seeds per experiment.")
 @click.option("--headline", is_flag=True, help="Run only the papers' main results.")
 @click.option("--list", "list_only", is_flag=True, help="List the experiments and exit.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="p2ptrain-reproduction",
-              show_default=True, metavar="DIR", help="Output directory for records, verdicts and plots.")  # fmt: skip
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="p2ptrain-reproduction",
+    show_default=True,
+    metavar="DIR",
+    help="Output directory for records, verdicts and plots.",
+)
 def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: bool, out: Path) -> None:
     """Repeat the SPARTA and DiLoCo papers' experiments, scaled down.
 

@@ -34,8 +34,14 @@ def takes_experiment(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--set", "extra", multiple=True, metavar="NAME=VALUE", help="Any other run setting; repeatable.")
 @takes_experiment
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="p2ptrain-simulation",
-              show_default=True, metavar="DIR", help="Output directory.")  # fmt: skip
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="p2ptrain-simulation",
+    show_default=True,
+    metavar="DIR",
+    help="Output directory.",
+)
 def simulate(file: Path | None, out: Path, **options: Any) -> None:
     """Simulate a swarm in this process, in virtual time.
 

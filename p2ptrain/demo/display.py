@@ -102,10 +102,15 @@ def _row(peer: PeerView) -> Row:
     numbers = {"id": peer.peer_id[-6:]}
     if peer.own_steps:
         numbers |= {
-            "step": f"{peer.step:,}", "loss": loss_text(peer.loss), "held-out": loss_text(peer.held_out_loss),
-            "frag out": f"{peer.sent:,}", "in": f"{peer.merged:,}", "skipped": f"{sum(peer.skipped.values()):,}",
-            "rounds": str(peer.round), "sent": size(peer.bytes_sent),
-        }  # fmt: skip
+            "step": f"{peer.step:,}",
+            "loss": loss_text(peer.loss),
+            "held-out": loss_text(peer.held_out_loss),
+            "frag out": f"{peer.sent:,}",
+            "in": f"{peer.merged:,}",
+            "skipped": f"{sum(peer.skipped.values()):,}",
+            "rounds": str(peer.round),
+            "sent": size(peer.bytes_sent),
+        }
         if peer.is_up:
             numbers |= {"tokens/s": f"{peer.tokens_per_s:,.0f}", "exch ms": f"{peer.exchange_ms:.1f}"}
     return Row(str(peer.number), peer.doing, peer.state, numbers)

@@ -29,9 +29,13 @@ class DemoFailedError(P2PTrainError):
 
 
 def start_bootstrap(
-    out: Path, processes: list[Process], stop: Callable[[], bool], *, host_maddrs: str = LOOPBACK,
+    out: Path,
+    processes: list[Process],
+    stop: Callable[[], bool],
+    *,
+    host_maddrs: str = LOOPBACK,
     enter: Sequence[str] = (),
-) -> Path:  # fmt: skip
+) -> Path:
     """Start the bootstrap node of the peers, and wait for its address file.
 
     It does not train, so that any peer may be killed and later peers can still join.
@@ -39,10 +43,18 @@ def start_bootstrap(
     directory = out / BOOTSTRAP
     addresses = directory / ADDRESSES
     process = Process(
-        ["bootstrap", "--identity", str(directory / IDENTITY), "--host-maddrs", host_maddrs,
-         "--write-addresses", str(addresses)],
-        directory / LOG, enter=enter,
-    )  # fmt: skip
+        [
+            "bootstrap",
+            "--identity",
+            str(directory / IDENTITY),
+            "--host-maddrs",
+            host_maddrs,
+            "--write-addresses",
+            str(addresses),
+        ],
+        directory / LOG,
+        enter=enter,
+    )
     processes.append(process)
     while not addresses.exists():
         if stop():
@@ -90,11 +102,26 @@ class Orchestrator:
     def _start(self, number: int, *, late: bool = False) -> None:
         directory = peer_directory(self._out, number)
         process = Process(
-            ["join", *self._plan.run_flags, "--initial-peers", str(self._addresses), "--host-maddrs", LOOPBACK,
-             "--out", str(directory), "--seed", str(self._plan.peer_seed(number)), "--threads", "1",
-             "--device", "cpu", "--eval-every", str(self._plan.eval_every)],
+            [
+                "join",
+                *self._plan.run_flags,
+                "--initial-peers",
+                str(self._addresses),
+                "--host-maddrs",
+                LOOPBACK,
+                "--out",
+                str(directory),
+                "--seed",
+                str(self._plan.peer_seed(number)),
+                "--threads",
+                "1",
+                "--device",
+                "cpu",
+                "--eval-every",
+                str(self._plan.eval_every),
+            ],
             directory / LOG,
-        )  # fmt: skip
+        )
         self._processes.append(process)
         self._peers[number] = process
         self._readers[number] = EventReader(directory / METRICS_FILE)

@@ -62,6 +62,11 @@ def _mark_events(axes: Axes, swarm: SwarmView) -> None:
             number, t = event
             axes.axvline(t - swarm.began_s, color=colour, linewidth=1.2, linestyle="--")
             axes.annotate(
-                f"peer {number} {label}", (t - swarm.began_s, 1.0), xycoords=("data", "axes fraction"),
-                xytext=(4, -2), textcoords="offset points", color=colour, va="top",
-            )  # fmt: skip
+                f"peer {number} {label}",
+                (t - swarm.began_s, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(4, -2),
+                textcoords="offset points",
+                color=colour,
+                va="top",
+            )

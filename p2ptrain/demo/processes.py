@@ -33,9 +33,13 @@ class Process:
         with log.open("wb") as output:
             # A separate session: Ctrl-C in the terminal reaches only us, and we stop the processes.
             self._popen = subprocess.Popen(
-                [*enter, *_command(arguments)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env=_environment(), start_new_session=True,
-            )  # fmt: skip
+                [*enter, *_command(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:

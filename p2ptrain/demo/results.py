@@ -116,7 +116,8 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         skipped=dict(sum((peer.skipped for peer in swarm.peers.values()), start=Counter())),
         parameters=parameters,
         checkpoint=checkpoint.save(out, merged),
-        text=PROMPT + "".join(
+        text=PROMPT
+        + "".join(
             generate_text(model, Characters(), PROMPT, length=SAMPLE_LENGTH, temperature=TEMPERATURE, seed=run.run_seed)
         ),
-    )  # fmt: skip
+    )

@@ -32,10 +32,16 @@ LOG_LINES, LOG_SHARE = 4, 4
 FEW_PEERS = 4
 # Short texts for the reasons of skipped fragments (docs/use/metrics.md).
 REASONS = {
-    "epoch": "from another round", "too_old": "too old", "superseded": "superseded", "clipped": "too far off",
-    "newcomer": "of a newcomer", "inbox_full": "inbox full", "shed": "link too slow", "not_finite": "not finite",
+    "epoch": "from another round",
+    "too_old": "too old",
+    "superseded": "superseded",
+    "clipped": "too far off",
+    "newcomer": "of a newcomer",
+    "inbox_full": "inbox full",
+    "shed": "link too slow",
+    "not_finite": "not finite",
     "failed": "failed",
-}  # fmt: skip
+}
 # Window of the speed of this peer in the table; long enough to contain rounds.
 SPEED_WINDOW_S = 60.0
 
@@ -171,9 +177,11 @@ class LiveView:
 
 def _row(other: PeerStatus) -> Row:
     numbers = {
-        "step": f"{other.step:,}", "rounds": str(other.round), "steps/s": f"{other.speed:.1f}" if other.speed else "",
+        "step": f"{other.step:,}",
+        "rounds": str(other.round),
+        "steps/s": f"{other.speed:.1f}" if other.speed else "",
         "round trip": f"{1e3 * other.rtt_s:.0f} ms",
-    }  # fmt: skip
+    }
     # Its status is only text; a peer with a speed trains.
     state = PeerState.TRAINING if other.speed else PeerState.JOINING
     return Row(short_id(other.peer_id), other.status, state, numbers)

@@ -50,9 +50,15 @@ _POSITION = ("alive", "round", "run_step", "finished", "anchor_hash")
 _SHARED_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        ConfigError, RunMismatchError, RunKeyError, TransientError, UnreachableError, NotAllowedError, TimeoutError
+        ConfigError,
+        RunMismatchError,
+        RunKeyError,
+        TransientError,
+        UnreachableError,
+        NotAllowedError,
+        TimeoutError,
     )
-}  # fmt: skip
+}
 
 
 class GroupPeer:
@@ -299,8 +305,10 @@ class GroupPeer:
             message = {
                 "position": {name: getattr(self.peer, name) for name in _POSITION},
                 "failure": None if self.peer.failure is None else str(self.peer.failure),
-                "report": dataclasses.asdict(report), "everything": changes.everything, "blocks": len(blocks),
-            }  # fmt: skip
+                "report": dataclasses.asdict(report),
+                "everything": changes.everything,
+                "blocks": len(blocks),
+            }
         message = self._told(message)
         for name in _POSITION:
             setattr(self, name, message["position"][name])

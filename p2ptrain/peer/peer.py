@@ -117,13 +117,24 @@ class Peer:
         self._ended = threading.Event()
         averaged = self._parts.averaged(self.run, optimizer)
         self._exchange = Exchange(
-            self._parts.view, self.run, averaged=averaged, transfers=self._parts.transfers(), clock=time.monotonic,
-            post=thread.post, cpu_clock=time.thread_time,
-        )  # fmt: skip
+            self._parts.view,
+            self.run,
+            averaged=averaged,
+            transfers=self._parts.transfers(),
+            clock=time.monotonic,
+            post=thread.post,
+            cpu_clock=time.thread_time,
+        )
         self.record(
-            "start", peer_id=self.peer_id, run_id=self.run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
-            incarnation=incarnation, parameters=self._parts.space.numel, run=self.run.to_dict(),
-        )  # fmt: skip
+            "start",
+            peer_id=self.peer_id,
+            run_id=self.run.run_id,
+            run_digest=self.run.digest,
+            maddrs=self.maddrs,
+            incarnation=incarnation,
+            parameters=self._parts.space.numel,
+            run=self.run.to_dict(),
+        )
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             own = incarnation_of(incarnation, number)
@@ -185,9 +196,13 @@ class Peer:
         exchange_s = time.monotonic() - start_s + self._record_s
         record_from_s = time.monotonic()
         self.record(
-            "step", step=self._exchange.run_step, loss=plain, tokens=number,
-            step_s=round(self._exchange.step_s, 6), exchange_s=round(exchange_s, 6),
-        )  # fmt: skip
+            "step",
+            step=self._exchange.run_step,
+            loss=plain,
+            tokens=number,
+            step_s=round(self._exchange.step_s, 6),
+            exchange_s=round(exchange_s, 6),
+        )
         end_s = time.monotonic()
         self._record_s = end_s - record_from_s
         return dataclasses.replace(report, exchange_s=end_s - start_s)
@@ -290,9 +305,16 @@ class Peer:
         head = node.engine.head
         speed = 1 / self._exchange.step_s if self._exchange.step_s else 0.0
         return Sighting(
-            self.peer_id, True, self.status, False, self._exchange.run_step, head.round, head.lineage, speed,
+            self.peer_id,
+            True,
+            self.status,
+            False,
+            self._exchange.run_step,
+            head.round,
+            head.lineage,
+            speed,
             relayed=node.links.relayed(),
-        )  # fmt: skip
+        )
 
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
         """The agreed weights of the last round: fp32 copies on the CPU by parameter name.

@@ -26,9 +26,12 @@ def to_dict(head: Head, history: History, run_step: int, vectors: Sequence[Array
     anchor, *moments = map(torch.from_numpy, vectors)
     past = SavedHistory(history.genesis, tuple(history.entries[-RECENT_ENTRIES:]))
     return {
-        "head": pack(head).hex(), "history": pack(past).hex(), "run_step": run_step, "anchor": anchor,
+        "head": pack(head).hex(),
+        "history": pack(past).hex(),
+        "run_step": run_step,
+        "anchor": anchor,
         "moments": moments,
-    }  # fmt: skip
+    }
 
 
 def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:

@@ -47,9 +47,12 @@ class ProcessGroup:
         self._sockets: RankSockets | None = None
         if self.size > 1:
             self._sockets = open_sockets(
-                self.rank, self.size, _timeout_s(group, device), self.tell_bytes,
+                self.rank,
+                self.size,
+                _timeout_s(group, device),
+                self.tell_bytes,
                 lambda flag: self.total(float(not flag)) == [0.0],
-            )  # fmt: skip
+            )
 
     @property
     def members(self) -> list[int]:

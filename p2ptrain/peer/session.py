@@ -105,10 +105,17 @@ class NetworkSession:
 
         async def find() -> RunConfig | None:
             return await ask_settings(
-                self.network.transport, self.network.directory, run_id, timeout_s=FIND_RUN_S, rng=random.Random(),
-                chosen=self._chosen, closed=self._closed_run(run_id), refusal=self.network.access.refusal, ours=ours,
+                self.network.transport,
+                self.network.directory,
+                run_id,
+                timeout_s=FIND_RUN_S,
+                rng=random.Random(),
+                chosen=self._chosen,
+                closed=self._closed_run(run_id),
+                refusal=self.network.access.refusal,
+                ours=ours,
                 fits=lambda run: agrees(explicit or {}, run),
-            )  # fmt: skip
+            )
 
         return self._thread.run(find, timeout_s=MAX_LOOK_S + 30)
 
@@ -117,9 +124,15 @@ class NetworkSession:
 
         async def find() -> bytes | None:
             return await ask_tokenizer(
-                self.network.transport, self.network.directory, run.run_id, run.tokenizer, rng=random.Random(),
-                chosen=self._chosen, closed=self._closed_run(run.run_id), refusal=self.network.access.refusal,
-            )  # fmt: skip
+                self.network.transport,
+                self.network.directory,
+                run.run_id,
+                run.tokenizer,
+                rng=random.Random(),
+                chosen=self._chosen,
+                closed=self._closed_run(run.run_id),
+                refusal=self.network.access.refusal,
+            )
 
         return self._thread.run(find, timeout_s=MAX_TOKENIZER_S)
 
@@ -131,9 +144,12 @@ class NetworkSession:
 
         async def look() -> list[MemberInfo]:
             return await list_members(
-                self.network.transport, self.network.directory, run_id, chosen=self._chosen,
+                self.network.transport,
+                self.network.directory,
+                run_id,
+                chosen=self._chosen,
                 closed=self._closed_run(run_id),
-            )  # fmt: skip
+            )
 
         return self._thread.run(look, timeout_s=MEMBERS_TIMEOUT_S)
 
@@ -258,6 +274,12 @@ class NetworkSession:
 
 def _announcement_of(peer: Peer, parameters: int) -> lan.Announcement:
     return lan.Announcement(
-        run_id=peer.run.run_id, model=peer.run.model, parameters=parameters, peers=1 + len(peer.alive),
-        step=peer.run_step, founder=peer.run_founder, peer_id=peer.peer_id, addresses=lan.local_maddrs(peer.maddrs),
-    )  # fmt: skip
+        run_id=peer.run.run_id,
+        model=peer.run.model,
+        parameters=parameters,
+        peers=1 + len(peer.alive),
+        step=peer.run_step,
+        founder=peer.run_founder,
+        peer_id=peer.peer_id,
+        addresses=lan.local_maddrs(peer.maddrs),
+    )

@@ -199,9 +199,14 @@ class Gossip:
         """The receivers of a push, by the run's topology."""
         run, plan = self._run, push.plan
         chosen = partners(
-            run.topology, self._context.peer_id, self._context.host.trainers(), fan_out=run.fan_out, seed=run.run_seed,
-            step=plan.cycle * self._walk.steps + plan.slot // self._walk.per_step, rng=self._rng,
-        )  # fmt: skip
+            run.topology,
+            self._context.peer_id,
+            self._context.host.trainers(),
+            fan_out=run.fan_out,
+            seed=run.run_seed,
+            step=plan.cycle * self._walk.steps + plan.slot // self._walk.per_step,
+            rng=self._rng,
+        )
         links = (self._context.links.get(peer_id) for peer_id in chosen)
         return [link for link in links if link is not None]
 
@@ -212,8 +217,11 @@ class Gossip:
             self._said_pace = True
             logger.info(
                 "gossip pushes every %.2g s instead of at every step (%.2g s): more would take over %.3g cores "
-                "(--gossip-budget)", pace.interval_s, step_s, pace.budget,
-            )  # fmt: skip
+                "(--gossip-budget)",
+                pace.interval_s,
+                step_s,
+                pace.budget,
+            )
 
     async def _send(self, push: Push) -> float:
         """Encode a push and queue it for its receivers. Returns the CPU seconds of encoding."""
@@ -227,9 +235,15 @@ class Gossip:
 
         def make() -> Fragment:
             return Fragment(
-                push.epoch.lineage, push.epoch.round, self._run.fragment_selection, plan.cycle, plan.slot,
-                plan.slot_count, self._num_slots, max(0.0, trio.current_time() - push.gathered_s),
-            )  # fmt: skip
+                push.epoch.lineage,
+                push.epoch.round,
+                self._run.fragment_selection,
+                plan.cycle,
+                plan.slot,
+                plan.slot_count,
+                self._num_slots,
+                max(0.0, trio.current_time() - push.gathered_s),
+            )
 
         until_s = push.gathered_s + self._exchange.max_age_s
         for partner in self._partners(push):

@@ -271,10 +271,14 @@ class RunConfig:
         # Partners send their weights themselves, which int4, int2, topk and pruning would spoil. The mean of two is
         # plain, so that a robust one would promise what only the last round holds.
         for name, allowed in (
-            ("outer_optimizer", ("sgdm",)), ("round_codec", ("int8", "fp16", "none")), ("prune_fraction", (0,)),
-            ("sync_schedule", ("fixed",)), ("outer_lr_schedule", ("constant",)), ("inner_moments", ("local",)),
+            ("outer_optimizer", ("sgdm",)),
+            ("round_codec", ("int8", "fp16", "none")),
+            ("prune_fraction", (0,)),
+            ("sync_schedule", ("fixed",)),
+            ("outer_lr_schedule", ("constant",)),
+            ("inner_moments", ("local",)),
             ("round_mean", ("weighted",)),
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             check(value in allowed, name, value, f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'")
 
@@ -359,9 +363,12 @@ def agrees(explicit: Mapping[str, Any], run: RunConfig) -> bool:
 
 
 def resolve_run(
-    explicit: Mapping[str, Any], adopted: RunConfig | None, origins: Mapping[str, str] | None = None, *,
+    explicit: Mapping[str, Any],
+    adopted: RunConfig | None,
+    origins: Mapping[str, str] | None = None,
+    *,
     is_closed: bool = False,
-) -> RunConfig:  # fmt: skip
+) -> RunConfig:
     """The run's settings: those of the live run, or defaults plus what the user gave.
 
     Args:

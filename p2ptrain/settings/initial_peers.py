@@ -105,9 +105,14 @@ def write_addresses(path: Path, maddrs: Sequence[str]) -> None:
 
 
 def ticket_line(
-    maddrs: Sequence[str], run_id: str, model: str = "", *, founder: str = "", run_key: str | None = None,
+    maddrs: Sequence[str],
+    run_id: str,
+    model: str = "",
+    *,
+    founder: str = "",
+    run_key: str | None = None,
     shared: RunKey | None = None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """The command that joins with a ticket; None if no address fits into one.
 
     Args:

@@ -72,9 +72,14 @@ _HF = ModelDefaults(lr=6e-4, warmup_steps=1000, batch_tokens=None)
 _HF_PRETRAINED = ModelDefaults(lr=5e-5, warmup_steps=100, steps=5000, sync_every=200, batch_tokens=None)
 # Models of the user, and those of the Python API, have the demo model's.
 _OTHERS = ModelDefaults(
-    lr=DEMO.lr, warmup_steps=DEMO.warmup_steps, steps=DEMO.steps, sync_every=DEMO.sync_every,
-    eval_every=DEMO.eval_every, batch_tokens=None, muon_times=DEMO.muon_times,
-)  # fmt: skip
+    lr=DEMO.lr,
+    warmup_steps=DEMO.warmup_steps,
+    steps=DEMO.steps,
+    sync_every=DEMO.sync_every,
+    eval_every=DEMO.eval_every,
+    batch_tokens=None,
+    muon_times=DEMO.muon_times,
+)
 # Settings of the run among the defaults.
 OF_RUN = ("lr", "warmup_steps", "steps", "sync_every", "beta2")
 

@@ -138,9 +138,11 @@ class NetworkConfig:
         check_settings(self)
         is_used = any(maddr.endswith(f"/tcp/{self.bulk_port}") for maddr in self.host_maddrs)
         check(
-            not (self.bulk == "on" and self.bulk_port and is_used), "bulk_port", self.bulk_port,
+            not (self.bulk == "on" and self.bulk_port and is_used),
+            "bulk_port",
+            self.bulk_port,
             "another one than that of host_maddrs",
-        )  # fmt: skip
+        )
 
     @property
     def without_bulk(self) -> NetworkConfig:

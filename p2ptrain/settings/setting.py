@@ -120,9 +120,17 @@ class Setting:
 
 
 def setting(
-    default: Value | tuple[object, ...], rule: Rule | None = None, *, help: str, why: str = "", name: str = "",
-    metavar: str = "", names: tuple[str, ...] = (), default_text: str = "", cli_default: Value = None,
-) -> Any:  # fmt: skip
+    default: Value | tuple[object, ...],
+    rule: Rule | None = None,
+    *,
+    help: str,
+    why: str = "",
+    name: str = "",
+    metavar: str = "",
+    names: tuple[str, ...] = (),
+    default_text: str = "",
+    cli_default: Value = None,
+) -> Any:
     """The field of a setting; see `Setting`. A field whose default is None may always be None."""
     metadata = {
         "rule": rule, "help": help, "why": why, "name": name, "metavar": metavar, "names": names,
@@ -214,7 +222,8 @@ def _convert(given: object, kind: type, origin: str, example: float | None) -> V
         except ValueError:
             pass
     wanted = {
-        int: f"whole number, such as {example or 200}", float: f"number, such as {example or 0.003:g}",
+        int: f"whole number, such as {example or 200}",
+        float: f"number, such as {example or 0.003:g}",
         str: "text in quotes",
-    }[kind]  # fmt: skip
+    }[kind]
     raise ConfigError(f"{origin}: {shortened(given)} is not a {wanted}")

@@ -31,9 +31,16 @@ class SimulatedPeer:
     """Implements `training.SteppingPeer`. `records` has the same events as a real peer's metrics file."""
 
     def __init__(
-        self, number: int, experiment: Experiment, model: torch.nn.Module, corpus: Corpus, network: MemoryNetwork,
-        incarnation: int, partition: Partition | None, run_audit: RunAudit,
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        experiment: Experiment,
+        model: torch.nn.Module,
+        corpus: Corpus,
+        network: MemoryNetwork,
+        incarnation: int,
+        partition: Partition | None,
+        run_audit: RunAudit,
+    ) -> None:
         self.number = number
         self.peer_id = f"peer-{number}"
         self.run = run = experiment.run
@@ -68,9 +75,15 @@ class SimulatedPeer:
         )
         self._exchange.shard_tokens = shard_tokens
         self.record(
-            "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],
-            incarnation=name, parameters=parts.space.numel, run=run.to_dict(),
-        )  # fmt: skip
+            "start",
+            peer_id=self.peer_id,
+            run_id=run.run_id,
+            run_digest=run.digest,
+            maddrs=[],
+            incarnation=name,
+            parameters=parts.space.numel,
+            run=run.to_dict(),
+        )
         transport = network.transport(self.peer_id)
         # Only peer 0 may found the run.
         self.node = Node(
@@ -98,9 +111,13 @@ class SimulatedPeer:
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         report = self._exchange.step(samples)
         self.record(
-            "step", step=self._exchange.run_step, loss=loss, tokens=samples,
-            step_s=round(self._exchange.step_s, 6), exchange_s=0.0,
-        )  # fmt: skip
+            "step",
+            step=self._exchange.run_step,
+            loss=loss,
+            tokens=samples,
+            step_s=round(self._exchange.step_s, 6),
+            exchange_s=0.0,
+        )
         return report
 
     def finish_landing(self) -> bool:

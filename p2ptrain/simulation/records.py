@@ -96,16 +96,18 @@ class Records:
             since = step
             measured = [event["loss"] for event in events if event["loss"] is not None]
             t = max(event["t"] for event in events)
-            rows.append({
-                "step": step,
-                "t": round(t - self.began_s, 6),
-                "peers": len(events),
-                "training_loss": _mean([loss for loss in recent if loss is not None]),
-                "held_out_loss": _mean(measured),
-                "correlation": pairwise_correlation(values) if len(values) > 1 else None,
-                "disagreement": disagreement(values) if len(values) > 1 else None,
-                "bytes_sent": sum(size for at, size in sent if at <= t),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "step": step,
+                    "t": round(t - self.began_s, 6),
+                    "peers": len(events),
+                    "training_loss": _mean([loss for loss in recent if loss is not None]),
+                    "held_out_loss": _mean(measured),
+                    "correlation": pairwise_correlation(values) if len(values) > 1 else None,
+                    "disagreement": disagreement(values) if len(values) > 1 else None,
+                    "bytes_sent": sum(size for at, size in sent if at <= t),
+                }
+            )
         return rows
 
     @property

@@ -51,15 +51,17 @@ def format_table(variants: Sequence[Records]) -> str:
     for records in variants:
         steps = records.experiment.run.total_steps
         correlations = [value for step, value in records.correlations() if step < steps]
-        rows.append({
-            "variant": records.experiment.name,
-            "loss before": f"{records.loss_before_merge:.4f}",
-            "merged": f"{records.final_loss:.4f}",
-            "correlation": f"{correlations[-1]:.4f}" if correlations else "-",
-            "rounds": str(len(records.rounds)),
-            "MB sent": f"{records.bytes_sent / 1e6:.2f}",
-            "kB a step and peer": f"{records.bytes_sent / 1e3 / steps / len(records.events):.2f}",
-        })  # fmt: skip
+        rows.append(
+            {
+                "variant": records.experiment.name,
+                "loss before": f"{records.loss_before_merge:.4f}",
+                "merged": f"{records.final_loss:.4f}",
+                "correlation": f"{correlations[-1]:.4f}" if correlations else "-",
+                "rounds": str(len(records.rounds)),
+                "MB sent": f"{records.bytes_sent / 1e6:.2f}",
+                "kB a step and peer": f"{records.bytes_sent / 1e3 / steps / len(records.events):.2f}",
+            }
+        )
     return as_text(rows)
 
 
@@ -71,19 +73,21 @@ def format_run_audits(variants: Sequence[Records]) -> str:
         joins = [join for join in run_audit.joins if join.started_s >= records.began_s]
         times = sorted(join.step_s for join in joins if join.step_s is not None)
         sizes = list(run_audit.participation.elements())
-        rows.append({
-            "variant": records.experiment.name,
-            "faults": str(len(records.experiment.faults_drawn)),
-            "goodput": f"{records.goodput:.2%}",
-            "steps lost": str(records.steps_lost),
-            "committed": str(len(run_audit.committed)),
-            "skipped": str(run_audit.skipped),
-            "contributors": f"{statistics.fmean(sizes):.2f} of {records.experiment.peers}" if sizes else "-",
-            "repairs": str(run_audit.repairs),
-            "joins": str(len(joins)),
-            "s to first step": f"{statistics.median(times):.1f}, most {times[-1]:.1f}" if times else "-",
-            "hashes agree": f"{run_audit.agreement:.0%}",
-        })  # fmt: skip
+        rows.append(
+            {
+                "variant": records.experiment.name,
+                "faults": str(len(records.experiment.faults_drawn)),
+                "goodput": f"{records.goodput:.2%}",
+                "steps lost": str(records.steps_lost),
+                "committed": str(len(run_audit.committed)),
+                "skipped": str(run_audit.skipped),
+                "contributors": f"{statistics.fmean(sizes):.2f} of {records.experiment.peers}" if sizes else "-",
+                "repairs": str(run_audit.repairs),
+                "joins": str(len(joins)),
+                "s to first step": f"{statistics.median(times):.1f}, most {times[-1]:.1f}" if times else "-",
+                "hashes agree": f"{run_audit.agreement:.0%}",
+            }
+        )
     return as_text(rows)
 
 

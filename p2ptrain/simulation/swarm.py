@@ -123,9 +123,15 @@ class _Simulation:
     def _start(self, number: int) -> None:
         incarnation = sum(peer.number == number for peer in self._all)
         peer = SimulatedPeer(
-            number, self._experiment, copy.deepcopy(self._model), self._corpus, self._network, incarnation,
-            self._partition, self._run_audit,
-        )  # fmt: skip
+            number,
+            self._experiment,
+            copy.deepcopy(self._model),
+            self._corpus,
+            self._network,
+            incarnation,
+            self._partition,
+            self._run_audit,
+        )
         self._all.append(peer)
         self._present[number] = peer
         self._nursery.start_soon(peer.live, self._begun.wait)

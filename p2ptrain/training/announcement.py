@@ -19,9 +19,16 @@ MAX_QR_CHARS = 395
 
 
 def announce(
-    peer: Peer, run: RunConfig, network: NetworkConfig, *, processes: int, continues: bool, share_key: bool,
-    qr: bool, say: Callable[[str], None],
-) -> None:  # fmt: skip
+    peer: Peer,
+    run: RunConfig,
+    network: NetworkConfig,
+    *,
+    processes: int,
+    continues: bool,
+    share_key: bool,
+    qr: bool,
+    say: Callable[[str], None],
+) -> None:
     """Say what a peer trains and how others join it.
 
     Args:

@@ -26,10 +26,13 @@ from p2ptrain.training.models.llama import RMS_EPS, ROPE_THETA
 
 # By their names in our GPT, and whether transformers has them transposed: its Conv1D keeps (in, out).
 _GPT2_NAMES = {
-    "attention_norm": ("ln_1", False), "attention.query_key_value": ("attn.c_attn", True),
-    "attention.project": ("attn.c_proj", True), "mlp_norm": ("ln_2", False), "mlp.expand": ("mlp.c_fc", True),
+    "attention_norm": ("ln_1", False),
+    "attention.query_key_value": ("attn.c_attn", True),
+    "attention.project": ("attn.c_proj", True),
+    "mlp_norm": ("ln_2", False),
+    "mlp.expand": ("mlp.c_fc", True),
     "mlp.project": ("mlp.c_proj", True),
-}  # fmt: skip
+}
 
 
 def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
@@ -79,11 +82,21 @@ def _gpt2(model: GPT) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             f"have: it divides the width among the heads. Only models without head_size can be exported"
         )
     config = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": shape.vocab_size,
-        "n_positions": shape.context, "n_embd": shape.width, "n_layer": shape.layers, "n_head": shape.heads,
-        "activation_function": "gelu_new", "layer_norm_epsilon": NORM_EPS, "tie_word_embeddings": True,
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "torch_dtype": "float32",
-    }  # fmt: skip
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": shape.vocab_size,
+        "n_positions": shape.context,
+        "n_embd": shape.width,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": NORM_EPS,
+        "tie_word_embeddings": True,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "torch_dtype": "float32",
+    }
     named = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f"}
     weights = {}
     for name, value in model.state_dict().items():
@@ -104,12 +117,23 @@ def _llama(model: Llama) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     shape = model.config
     name = "Qwen3" if shape.qk_norm else "Llama"
     config = {
-        "architectures": [f"{name}ForCausalLM"], "model_type": name.lower(), "vocab_size": shape.vocab_size,
-        "hidden_size": shape.width, "intermediate_size": shape.hidden, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.heads, "head_dim": shape.head_size,
-        "max_position_embeddings": shape.context, "rms_norm_eps": RMS_EPS, "rope_theta": ROPE_THETA,
-        "tie_word_embeddings": shape.tied, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "float32",
-    }  # fmt: skip
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.head_size,
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": RMS_EPS,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": shape.tied,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
     return config, {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
 
 

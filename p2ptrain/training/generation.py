@@ -69,9 +69,15 @@ def _exported(path: Path, name: str | None, *, needs_text: bool) -> tuple[nn.Mod
 
 @torch.no_grad()
 def generate_text(
-    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, length: int, temperature: float, seed: int,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    length: int,
+    temperature: float,
+    seed: int,
     top_p: float = 1.0,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Yield text of `length` tokens that continues `prompt`, in pieces of whole characters.
 
     Args:

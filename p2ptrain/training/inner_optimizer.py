@@ -83,9 +83,13 @@ class InnerOptimizer:
         if hidden:
             peak = run.muon_lr or MUON_TIMES * run.lr
             self.muon = torch.optim.Muon(
-                hidden, lr=peak, momentum=MUON_MOMENTUM, nesterov=True, weight_decay=run.weight_decay,
+                hidden,
+                lr=peak,
+                momentum=MUON_MOMENTUM,
+                nesterov=True,
+                weight_decay=run.weight_decay,
                 adjust_lr_fn="match_rms_adamw",
-            )  # fmt: skip
+            )
             self._peaks[id(self.muon)] = peak
 
     def step(self, share: float) -> None:

@@ -59,13 +59,15 @@ class Job:
 
     def tell(self, ranks: Ranks) -> None:
         """Rank 0: give the job to the other ranks, which call `be_told`. Secrets of the network stay here."""
-        ranks.tell({
-            "run": self.run.to_dict(),
-            "config": {s.field_name: getattr(self.config, s.field_name) for s in settings_of(PeerConfig)},
-            "peer_id": self.peer_id,
-            "out": str(self.out),
-            "checkpoint": None if self.saved is None else checkpoint.name_of(self.saved.step),
-        })  # fmt: skip
+        ranks.tell(
+            {
+                "run": self.run.to_dict(),
+                "config": {s.field_name: getattr(self.config, s.field_name) for s in settings_of(PeerConfig)},
+                "peer_id": self.peer_id,
+                "out": str(self.out),
+                "checkpoint": None if self.saved is None else checkpoint.name_of(self.saved.step),
+            }
+        )
 
 
 def be_told(ranks: Ranks, launch: Launch) -> Job | None:
@@ -115,10 +117,12 @@ def build_trainer(
     corpus = interruptible(partial(job.source.corpus, job.tokenizer))
     partition, share = _partition(job, corpus, model, say) if ranks.is_first else (None, 0)
     # Of rank 0: with clusters, ranks on other GPUs might cut otherwise.
-    told = ranks.tell({
-        "spans": None if partition is None else partition.spans(share).tolist(),
-        "at_once": _windows_at_once(job, model, ranks),
-    })  # fmt: skip
+    told = ranks.tell(
+        {
+            "spans": None if partition is None else partition.spans(share).tolist(),
+            "at_once": _windows_at_once(job, model, ranks),
+        }
+    )
     context = context_length(model)
     evaluated = config.eval_tokens or eval_tokens(run.model, context)
     if ranks.is_first:

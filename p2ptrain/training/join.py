@@ -164,12 +164,21 @@ def join_run(
         place_model(job, model, ranks)
         # Before joining: this takes a second or more, and a member would delay rounds in that time.
         trainer, partition, share = build_trainer(job, model, ranks, say)
-        member, peer = join_ranks(model, ranks, partial(
-            session.enter, run=run, optimizer=trainer.optimizer.adamw,
-            metrics=Path(config.metrics or out / METRICS_FILE), sinks=watching,
-            resume_state=saved.state["peer"] if saved else None, tokenizer=chosen.tokenizer.file,
-            worker_threads=config.worker_threads, on_status=on_status or say,
-        ))  # fmt: skip
+        member, peer = join_ranks(
+            model,
+            ranks,
+            partial(
+                session.enter,
+                run=run,
+                optimizer=trainer.optimizer.adamw,
+                metrics=Path(config.metrics or out / METRICS_FILE),
+                sinks=watching,
+                resume_state=saved.state["peer"] if saved else None,
+                tokenizer=chosen.tokenizer.file,
+                worker_threads=config.worker_threads,
+                on_status=on_status or say,
+            ),
+        )
         assert peer is not None  # this is rank 0
         stack.push(member)
         on_peer(peer)
@@ -183,9 +192,15 @@ def join_run(
         if show is not None:
             say(f"the run is shown at {show(peer)}")
         announce(
-            peer, run, config.network, processes=ranks.size, continues=saved is not None, share_key=share_key,
-            qr=qr, say=say,
-        )  # fmt: skip
+            peer,
+            run,
+            config.network,
+            processes=ranks.size,
+            continues=saved is not None,
+            share_key=share_key,
+            qr=qr,
+            say=say,
+        )
 
         def progressed(progress: TrainingProgress) -> None:
             write_known_peers(out, peer.alive_maddrs)

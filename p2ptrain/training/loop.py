@@ -154,8 +154,9 @@ def run_training(
     if interrupted:
         logger.info(
             "stopping at step %d: writing a checkpoint; another signal after %g s ends at once, without it",
-            peer.run_step, TOGETHER_S,
-        )  # fmt: skip
+            peer.run_step,
+            TOGETHER_S,
+        )
     # Ctrl-C also ends the libp2p daemon, which is no failure then.
     failure = None if interrupted else peer.failure
     reason: Literal["finished", "interrupted", "failed"]

@@ -156,10 +156,13 @@ class ProgressMeter:
             mfu=trainer.utilisation and trainer.utilisation * tokens / seconds / trainer.ranks.size,
             exchange=sum(done.exchange_s for done in recent) / seconds,
             left_s=time_left_s(
-                self._pace, peer.run_step, peer.run.total_steps, eval_every=self._eval_every,
+                self._pace,
+                peer.run_step,
+                peer.run.total_steps,
+                eval_every=self._eval_every,
                 eval_s=self._evaluation.seconds,
             ),
             sent=sum(done.report.sent for done in recent),
             merged=sum(done.report.merged for done in recent),
             skipped=sum((Counter(done.report.skipped) for done in recent), Counter()),
-        )  # fmt: skip
+        )

@@ -197,9 +197,12 @@ def _store(launch: Launch, environ: Mapping[str, str], timeout: datetime.timedel
     is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     torch_distributed: Any = dist  # its stubs lack the stores
     store = torch_distributed.TCPStore(
-        environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), launch.size,
-        is_master=launch.rank == 0 and not is_agents, timeout=timeout,
-    )  # fmt: skip
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        launch.size,
+        is_master=launch.rank == 0 and not is_agents,
+        timeout=timeout,
+    )
     return torch_distributed.PrefixStore(f"p2ptrain/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 

@@ -247,9 +247,13 @@ class Trainer:
         gathered = {name: self.ranks.gather(state) for name, state in random_state.items()}
         others = [{name: states[rank] for name, states in gathered.items()} for rank in range(1, self.ranks.size)]
         return {
-            **whole(self.optimizer.state_dict(), self.ranks), "windows": self._windows.state_dict(), **random_state,
-            "micro_batch": self._micro_batch, "other_ranks": others, "data": self._data_digest,
-        }  # fmt: skip
+            **whole(self.optimizer.state_dict(), self.ranks),
+            "windows": self._windows.state_dict(),
+            **random_state,
+            "micro_batch": self._micro_batch,
+            "other_ranks": others,
+            "data": self._data_digest,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue what `state_dict` gave on rank 0. Ranks that were not there then draw what their seeds say.
@@ -263,8 +267,9 @@ class Trainer:
             logger.warning(
                 "--data: is another text than that of the checkpoint; batch %d and all later ones come from the new "
                 "text. If it should be the same, end this peer with Ctrl-C, restore the data, and run the same command "
-                "again", windows["position"],
-            )  # fmt: skip
+                "again",
+                windows["position"],
+            )
         ranks = [state, *state.get("other_ranks", ())]
         if rank < len(ranks):
             self._load_random_state(ranks[rank])

@@ -79,9 +79,15 @@ def showing(state: PageState, page: PageConfig, listener: socket.socket | None =
         token = None if ipaddress.ip_address(address).is_loopback else secrets.token_urlsafe(TOKEN_BYTES)
         key = None if token is None else _Key(token, f"p2ptrain_{port}")
         config = uvicorn.Config(
-            make_app(state, (page.host, *page.page_names), key), log_config=None, access_log=False, lifespan="off",
-            ws="none", http=cast(Any, Connections().protocol), server_header=False, timeout_graceful_shutdown=1,
-        )  # fmt: skip
+            make_app(state, (page.host, *page.page_names), key),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http=cast(Any, Connections().protocol),
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
         server = uvicorn.Server(config)
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         threads = (

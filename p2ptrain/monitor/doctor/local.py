@@ -93,9 +93,11 @@ def check_gpu(machine: Machine, device: str) -> Finding:
         return Finding("GPU", Mark.OK, f"{machine.gpu}, {_size(machine.gpu_bytes)} free")
     if device.startswith("cuda"):
         return Finding(
-            "GPU", Mark.FAILED, f"torch finds none, but --device is {device}",
+            "GPU",
+            Mark.FAILED,
+            f"torch finds none, but --device is {device}",
             "check the driver with nvidia-smi, or give --device cpu",
-        )  # fmt: skip
+        )
     return Finding("GPU", Mark.OK, "torch finds none: using the CPU" if device == "auto" else f"--device {device}")
 
 

@@ -95,9 +95,11 @@ def check_addresses(maddrs: Sequence[str]) -> Finding:
     text = "; ".join(f"{kind.value}: {', '.join(dict.fromkeys(hosts))}" for kind, hosts in by_kind.items())
     if not set(by_kind) - {AddressKind.LOOPBACK, AddressKind.LINK}:
         return Finding(
-            "addresses", Mark.WARNING, f"{text or 'none'}: peers on other machines cannot reach this one",
+            "addresses",
+            Mark.WARNING,
+            f"{text or 'none'}: peers on other machines cannot reach this one",
             "--host-maddrs /ip4/0.0.0.0/tcp/0 listens on all addresses; is this machine on a network?",
-        )  # fmt: skip
+        )
     return Finding("addresses", Mark.OK, text)
 
 
@@ -118,9 +120,11 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
     if config.announce_maddrs:
         announced = ", ".join(config.announce_maddrs)
         return Finding(
-            "reachable", Mark.WARNING, f"announced as {announced}; not tested from outside",
+            "reachable",
+            Mark.WARNING,
+            f"announced as {announced}; not tested from outside",
             _try_it(config, config.announce_maddrs[0]),
-        )  # fmt: skip
+        )
     if AddressKind.PUBLIC in kinds:
         public = next(maddr for maddr in maddrs if kind_of(maddr) is AddressKind.PUBLIC)
         listening = public.rpartition("/p2p/")[0] if _fixed_port(config) else f"/ip4/{_host(public)}/tcp/{EXAMPLE_PORT}"
@@ -129,10 +133,12 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
     if kinds <= {AddressKind.LOOPBACK, AddressKind.LINK}:
         return Finding("reachable", Mark.WARNING, "from this machine only", "see addresses, above")
     return Finding(
-        "reachable", Mark.WARNING,
+        "reachable",
+        Mark.WARNING,
         "from this network; elsewhere only public peers can, after this peer has dialled them (NAT, and the router "
-        "maps no port)", _forward(config, maddrs),
-    )  # fmt: skip
+        "maps no port)",
+        _forward(config, maddrs),
+    )
 
 
 def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
@@ -145,19 +151,24 @@ def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
         where = f"{_host(peer.maddrs[0])} ({short_id(peer.peer_id)})"
         if peer.failure:
             yield Finding(
-                "initial peer", bad, f"{where} cannot be reached: {peer.failure}",
+                "initial peer",
+                bad,
+                f"{where} cannot be reached: {peer.failure}",
                 f"check that the peer runs and that it printed this address: {peer.maddrs[0]}",
-            )  # fmt: skip
+            )
         elif peer.answered_s is None:
             yield Finding(
-                "initial peer", bad, f"{where} is reachable, but does not answer as a DHT node",
+                "initial peer",
+                bad,
+                f"{where} is reachable, but does not answer as a DHT node",
                 "use an address that a p2ptrain peer printed",
-            )  # fmt: skip
+            )
         else:
             yield Finding(
-                "initial peer", Mark.OK,
+                "initial peer",
+                Mark.OK,
                 f"{where} reached in {1e3 * peer.reached_s:.0f} ms, answers in {1e3 * peer.answered_s:.0f} ms",
-            )  # fmt: skip
+            )
 
 
 def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
@@ -184,10 +195,12 @@ def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
         else:
             chosen = better.interface.name or better.interface.address
             yield Finding(
-                "interfaces", Mark.WARNING, text,
+                "interfaces",
+                Mark.WARNING,
+                text,
                 f"the routing table chooses the interface: give {chosen} the lowest metric there (ip route), or turn "
                 "off the one that is used",
-            )  # fmt: skip
+            )
 
 
 def _is_better(way: Way, used: Way) -> bool:
@@ -228,9 +241,11 @@ def check_run(run_id: str, found: RunConfig | None, members: int) -> Finding:
     """Describe a run that can be joined: its settings, None if no peer answered, and the number of its peers."""
     if found is None:
         return Finding(
-            "run", Mark.WARNING, f"no peers found for run {run_id!r}: join would start it",
+            "run",
+            Mark.WARNING,
+            f"no peers found for run {run_id!r}: join would start it",
             "check that --run-id is the same as on the other peers",
-        )  # fmt: skip
+        )
     return Finding("run", Mark.OK, f"{run_id!r}: {count(members, 'peer')}, model {found.model or 'of a program'}")
 
 
@@ -248,11 +263,12 @@ def check_ways(members: Sequence[MemberInfo]) -> Iterator[Finding]:
     blocked = Counter(peer_id for pair in sorted(without) for peer_id in pair)
     most = ", ".join(f"{short_id(peer_id)} ({number})" for peer_id, number in blocked.most_common(MOST_NAMED))
     yield Finding(
-        "direct connections", Mark.WARNING,
+        "direct connections",
+        Mark.WARNING,
         f"{len(without)} of {pairs} pairs of the run's peers have none, so that rounds and state are slower there; "
         f"most of them at {most}",
         "p2ptrain peers lists them; on one peer of each pair, open a TCP port for --bulk-port, without --bulk off",
-    )  # fmt: skip
+    )
 
 
 def _forward(config: NetworkConfig, maddrs: Sequence[str]) -> str:

@@ -188,9 +188,18 @@ class Observer:
         if link is not None and link.beat is not None:
             beat = link.beat
             watched.seen = Sighting(
-                peer_id, True, beat.status[:MOST_STATUS], False, beat.step, beat.round, beat.lineage, beat.speed,
-                link.flow.rtt_s, watched.trouble, watched.relayed,
-            )  # fmt: skip
+                peer_id,
+                True,
+                beat.status[:MOST_STATUS],
+                False,
+                beat.step,
+                beat.round,
+                beat.lineage,
+                beat.speed,
+                link.flow.rtt_s,
+                watched.trouble,
+                watched.relayed,
+            )
             return watched.seen
         status = "connecting" if link is not None or watched.failures == 0 else UNREACHABLE
         if watched.left:

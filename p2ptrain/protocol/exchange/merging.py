@@ -97,9 +97,14 @@ class Merger:
     """
 
     def __init__(
-        self, compare: Compare, inbox: Inbox, max_age_steps: float, cpu_clock: Callable[[], float],
-        on_outlier: Callable[[str], None], containment: Containment,
-    ) -> None:  # fmt: skip
+        self,
+        compare: Compare,
+        inbox: Inbox,
+        max_age_steps: float,
+        cpu_clock: Callable[[], float],
+        on_outlier: Callable[[str], None],
+        containment: Containment,
+    ) -> None:
         self.mixed: list[Blocks] = []
         self.cpu_s = 0.0
         self._start_comparing = compare

@@ -55,9 +55,13 @@ class Position:
         """After one more inner step."""
         # Called at every step; `replace` takes three times as long.
         return Position(
-            self.run_sync_every, self.total_steps, self.sync_every, self.steps + 1, self.base_at_steps,
+            self.run_sync_every,
+            self.total_steps,
+            self.sync_every,
+            self.steps + 1,
+            self.base_at_steps,
             self.base_run_step,
-        )  # fmt: skip
+        )
 
     def postponed(self) -> Position:
         """After a skipped round: the next is due one interval from here."""

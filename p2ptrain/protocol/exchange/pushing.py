@@ -33,9 +33,12 @@ class Pusher:
     """
 
     def __init__(
-        self, gather: Callable[[BlockPlan], Transfer[torch.Tensor]], slots_per_step: int,
-        cpu_clock: Callable[[], float], containment: Containment,
-    ) -> None:  # fmt: skip
+        self,
+        gather: Callable[[BlockPlan], Transfer[torch.Tensor]],
+        slots_per_step: int,
+        cpu_clock: Callable[[], float],
+        containment: Containment,
+    ) -> None:
         self._gather = gather
         self._slots_per_step = slots_per_step
         self._cpu_clock = cpu_clock

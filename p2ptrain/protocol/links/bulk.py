@@ -61,9 +61,12 @@ class BulkConnections:
     """
 
     def __init__(
-        self, transport: BulkTransport | None, live: Mapping[PeerId, Link],
-        containing: Callable[[Link, str], AbstractContextManager[None]], errors: ErrorLog,
-    ) -> None:  # fmt: skip
+        self,
+        transport: BulkTransport | None,
+        live: Mapping[PeerId, Link],
+        containing: Callable[[Link, str], AbstractContextManager[None]],
+        errors: ErrorLog,
+    ) -> None:
         self._errors = errors
         self._transport = transport
         self._live = live
@@ -182,9 +185,13 @@ class BulkConnections:
             await stream.aclose()
 
     async def _serve(
-        self, link: Link, stream: Stream, read_ahead: bytes,
-        *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:  # fmt: skip
+        self,
+        link: Link,
+        stream: Stream,
+        read_ahead: bytes,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         why = ""
         with self._containing(link, "serving its bulk connection"):
             self.count += 1
@@ -211,9 +218,11 @@ class BulkConnections:
             return  # the other side has opened one meanwhile, or there is no use for it
         told = logging.DEBUG if self._retry_s.pop(link.peer_id, None) else logging.INFO
         logger.log(
-            told, "no direct connection with %s: libp2p carries rounds and state (%s)", link.peer_id,
+            told,
+            "no direct connection with %s: libp2p carries rounds and state (%s)",
+            link.peer_id,
             shown(why, MAX_REASON),
-        )  # fmt: skip
+        )
         self._retry_s[link.peer_id] = link.hello.bulk, trio.current_time() + RETRY_S
         if len(self._retry_s) > MAX_REMEMBERED:
             del self._retry_s[next(iter(self._retry_s))]

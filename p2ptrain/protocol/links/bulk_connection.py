@@ -38,9 +38,14 @@ class BulkConnection:
     """
 
     def __init__(
-        self, stream: Stream, reader: FrameReader, outbox: Outbox, is_chosen: Callable[[], bool],
-        take: Callable[[frames.Prefix, Message, bytes], Awaitable[None]], timeout_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        stream: Stream,
+        reader: FrameReader,
+        outbox: Outbox,
+        is_chosen: Callable[[], bool],
+        take: Callable[[frames.Prefix, Message, bytes], Awaitable[None]],
+        timeout_s: float,
+    ) -> None:
         self.used_s = trio.current_time()
         self.rate_bytes_s = 0.0
         self.reader = reader

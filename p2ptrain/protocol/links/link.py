@@ -168,9 +168,12 @@ class Link:
         """
         first = not self._readers
         reader = FrameReader(
-            stream, read_ahead, self._note_heard,
-            budget=self._setup.budget, frame_timeout_s=self._setup.peer_timeout_s,
-        )  # fmt: skip
+            stream,
+            read_ahead,
+            self._note_heard,
+            budget=self._setup.budget,
+            frame_timeout_s=self._setup.peer_timeout_s,
+        )
         self._readers.append(reader)
         all_written = trio.Event()
         try:
@@ -212,13 +215,20 @@ class Link:
     ) -> None:
         """Serve a bulk connection until the link is lost or nothing used it for a while. Raises as that."""
         reader = FrameReader(
-            stream, read_ahead, lambda: self._note_bulk(connection),
-            budget=self._setup.budget, frame_timeout_s=self._setup.peer_timeout_s,
-        )  # fmt: skip
+            stream,
+            read_ahead,
+            lambda: self._note_bulk(connection),
+            budget=self._setup.budget,
+            frame_timeout_s=self._setup.peer_timeout_s,
+        )
         connection = BulkConnection(
-            stream, reader, self._outbox, lambda: self._chosen is connection, self._take_bulk,
+            stream,
+            reader,
+            self._outbox,
+            lambda: self._chosen is connection,
+            self._take_bulk,
             self._setup.peer_timeout_s,
-        )  # fmt: skip
+        )
         self._bulk.append(connection)
         self._outbox.changed.unpark_all()
         task_status.started()

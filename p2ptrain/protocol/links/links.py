@@ -75,10 +75,18 @@ class Links:
     """
 
     def __init__(
-        self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents,
-        *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (), closed: ClosedRun | None = None,
-        refusal: Refusal = no_refusal, errors: ErrorLog | None = None, bulk: BulkTransport | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        transport: Transport,
+        hello: Callable[[], Hello],
+        events: LinkEvents,
+        *,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+        chosen: Collection[PeerId] = (),
+        closed: ClosedRun | None = None,
+        refusal: Refusal = no_refusal,
+        errors: ErrorLog | None = None,
+        bulk: BulkTransport | None = None,
+    ) -> None:
         self.peer_timeout_s = peer_timeout_s
         self.live: dict[PeerId, Link] = {}
         self.counters = LinkCounters()

@@ -269,10 +269,12 @@ class Membership:
             "%s is reached over the internet, but this peer has only private addresses (%s): peers outside cannot dial "
             "it, and %s. To change that, forward a port of your router to it and give --announce-maddrs "
             "/ip4/ROUTER/tcp/PORT",
-            peer_id, ", ".join(maddr.partition("/p2p/")[0] for maddr in direct),
-            "peers behind NAT reach it through a relay" if relayed
+            peer_id,
+            ", ".join(maddr.partition("/p2p/")[0] for maddr in direct),
+            "peers behind NAT reach it through a relay"
+            if relayed
             else "it has no direct link to other peers behind NAT",
-        )  # fmt: skip
+        )
 
     async def _discover(self) -> None:
         while True:

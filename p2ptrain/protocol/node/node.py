@@ -91,29 +91,52 @@ class Node:
         self._digest = config.digest
         self.state = exchange.new_state(lands=True)
         self.links = Links(
-            transport, self._hello, self, peer_timeout_s=rules.peer_timeout_s, chosen=rules.chosen, closed=run.closed,
-            refusal=rules.refusal, errors=records.errors, bulk=network.bulk,
-        )  # fmt: skip
+            transport,
+            self._hello,
+            self,
+            peer_timeout_s=rules.peer_timeout_s,
+            chosen=rules.chosen,
+            closed=run.closed,
+            refusal=rules.refusal,
+            errors=records.errors,
+            bulk=network.bulk,
+        )
         self._bulk = network.bulk
         directory = directory_of(network.directory, run.closed, self.peer_id)
         prover = Prover(transport, self.incarnation, self._digest)
         context = RoundContext(
-            self.peer_id, self.incarnation, config, prover, self.links, self.state, exchange, compute, records.errors,
-            host=self, swarm_size=lambda: self.membership.size.estimate if self.membership.is_large else 0.0,
-        )  # fmt: skip
+            self.peer_id,
+            self.incarnation,
+            config,
+            prover,
+            self.links,
+            self.state,
+            exchange,
+            compute,
+            records.errors,
+            host=self,
+            swarm_size=lambda: self.membership.size.estimate if self.membership.is_large else 0.0,
+        )
         engine = self.engine = RoundDriver(context, rng)
         self._interval = IntervalWatch(config.sync_every)
         rounds = RoundPeers(
-            engine.is_candidate, engine.may_be_candidate,
+            engine.is_candidate,
+            engine.may_be_candidate,
             in_round=lambda: engine.round_state.member is not None or engine.committer.resolving,
-        )  # fmt: skip
+        )
         self.membership = Membership(
             self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rules.chosen, rounds
         )
         self.state_sync = StateSync(
-            self.engine, self.membership, load_buffers=buffers.load, record=records.write, may_found=start.may_found,
-            restored=start.restored, rng=rng, pins=rules.pins,
-        )  # fmt: skip
+            self.engine,
+            self.membership,
+            load_buffers=buffers.load,
+            record=records.write,
+            may_found=start.may_found,
+            restored=start.restored,
+            rng=rng,
+            pins=rules.pins,
+        )
         self._pace = PushPace(rules.gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if config.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None
@@ -260,10 +283,19 @@ class Node:
         genesis = head.genesis or self.state_sync.joining.genesis
         named = BEAT_MEMBERS if len(self.links.live) <= LINKS_BEATEN else MANY_LINKS_MEMBERS
         return messages.Beat(
-            sent_s, echo_s, held_s, genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
-            self.status[: messages.MAX_STATUS], min(messages.MAX_SPEED, 1 / step_s) if step_s else 0.0,
-            self.membership.sample(named), self.engine.context.liveness.reach(head),
-        )  # fmt: skip
+            sent_s,
+            echo_s,
+            held_s,
+            genesis,
+            head.lineage,
+            head.round,
+            head.tokens_total,
+            self._exchange.run_step,
+            self.status[: messages.MAX_STATUS],
+            min(messages.MAX_SPEED, 1 / step_s) if step_s else 0.0,
+            self.membership.sample(named),
+            self.engine.context.liveness.reach(head),
+        )
 
     def on_link(self, link: Link) -> None:
         link.make_beat(self.make_beat)
@@ -338,9 +370,11 @@ class Node:
             nonlocal before
             merged, skipped, age_steps = self._exchange.inbox.take_counts()
             now = (
-                counters.fragments_sent, counters.fragments_shed,
-                counters.sent[Traffic.FRAGMENT], counters.received[Traffic.FRAGMENT],
-            )  # fmt: skip
+                counters.fragments_sent,
+                counters.fragments_shed,
+                counters.sent[Traffic.FRAGMENT],
+                counters.received[Traffic.FRAGMENT],
+            )
             sent, shed, bytes_sent, bytes_received = (new - old for new, old in zip(now, before, strict=True))
             before = now
             to = dict(counters.fragments_to)
@@ -348,11 +382,17 @@ class Node:
             if shed:
                 skipped["shed"] = skipped.get("shed", 0) + shed
             self._events(
-                "fragments", step=self._exchange.run_step, sent=sent, to=to, merged=merged, skipped=skipped,
-                bytes_sent=bytes_sent, bytes_received=bytes_received,
+                "fragments",
+                step=self._exchange.run_step,
+                sent=sent,
+                to=to,
+                merged=merged,
+                skipped=skipped,
+                bytes_sent=bytes_sent,
+                bytes_received=bytes_received,
                 staleness=round(self.run.fragment_fraction * age_steps, 6),
                 push_every_s=round(self._pace.interval_s, 6),
-            )  # fmt: skip
+            )
 
         try:
             while True:

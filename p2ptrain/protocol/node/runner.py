@@ -91,8 +91,10 @@ class NodeRunner:
             self._restarting = f"restarting the network side ({restarts.count} of {len(RESTART_AFTER_S)})"
             logger.error(
                 "the network side of this peer failed (%r) and is started again in %.1f s; please report this",
-                cause, delay_s, exc_info=error,
-            )  # fmt: skip
+                cause,
+                delay_s,
+                exc_info=error,
+            )
             await trio.sleep(delay_s)
         self._restarting = "cut off: the network side has failed"
         self.failure = NetworkFailedError(

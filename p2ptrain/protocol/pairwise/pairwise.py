@@ -342,10 +342,16 @@ class Pairwise:
             return
         total = self._run.total_steps
         landing = Landing(
-            kind=kind, buffer=buffer, epoch=self._exchange.epoch, sync_every=self._run.sync_every,
-            run_step=min(run_step, total) if total else run_step, included_tokens=0,
-            snapshot_steps=None if snapshot is None else snapshot.steps, report=None, finished=False,
-        )  # fmt: skip
+            kind=kind,
+            buffer=buffer,
+            epoch=self._exchange.epoch,
+            sync_every=self._run.sync_every,
+            run_step=min(run_step, total) if total else run_step,
+            included_tokens=0,
+            snapshot_steps=None if snapshot is None else snapshot.steps,
+            report=None,
+            finished=False,
+        )
         async with self._engine.committer.suspended():
             await self._engine.committer.land(landing)
 
@@ -355,11 +361,17 @@ class Pairwise:
         sent, received = (now - then for now, then in zip(traffic, self._traffic_before, strict=True))
         self._traffic_before = traffic
         self._record(
-            "pair", step=self._exchange.run_step, status=outcome.status, partner=outcome.partner,
-            reason=outcome.reason, bytes_sent=sent, bytes_received=received,
-            wall_s=round(trio.current_time() - began_s, 6), distance=_rounded(outcome.distance),
+            "pair",
+            step=self._exchange.run_step,
+            status=outcome.status,
+            partner=outcome.partner,
+            reason=outcome.reason,
+            bytes_sent=sent,
+            bytes_received=received,
+            wall_s=round(trio.current_time() - began_s, 6),
+            distance=_rounded(outcome.distance),
             spread=_rounded(outcome.spread),
-        )  # fmt: skip
+        )
 
 
 def _rounded(value: float | None) -> float | None:

@@ -78,9 +78,17 @@ class Joining:
     """Establishes the state of one peer, once. `founded`: whether this peer founded the run."""
 
     def __init__(
-        self, engine: RoundDriver, membership: Membership, arrivals: Arrivals, *, load_buffers: Callable[[bytes], None],
-        may_found: bool, restored: Restored | None, rng: random.Random, pins: Pins,
-    ) -> None:  # fmt: skip
+        self,
+        engine: RoundDriver,
+        membership: Membership,
+        arrivals: Arrivals,
+        *,
+        load_buffers: Callable[[bytes], None],
+        may_found: bool,
+        restored: Restored | None,
+        rng: random.Random,
+        pins: Pins,
+    ) -> None:
         self.founded = False
         self._engine = engine
         self._context = engine.context
@@ -219,13 +227,17 @@ class Joining:
         if donor.peer_id in self._context.links.chosen:
             logger.warning(
                 "the checkpoint is of another start of run %r, or too old to be compared; taking the state of initial "
-                "peer %s", self._context.run.run_id, donor.peer_id,
-            )  # fmt: skip
+                "peer %s",
+                self._context.run.run_id,
+                donor.peer_id,
+            )
             return "theirs"
         logger.warning(
             "%s has a state of run %r that the checkpoint does not lead to; it is not taken. If it is your run, give "
-            "that peer in --initial-peers", donor.peer_id, self._context.run.run_id,
-        )  # fmt: skip
+            "that peer in --initial-peers",
+            donor.peer_id,
+            self._context.run.run_id,
+        )
         return "unknown"
 
     def _donors(self) -> list[Link]:

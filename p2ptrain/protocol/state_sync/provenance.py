@@ -177,9 +177,14 @@ def _checked(entries: list[Entry], prover: Prover, head: Head, peer_id: PeerId) 
 
 
 def is_preferred(
-    head: Head, ours: Sequence[Entry], other: Head, theirs: Sequence[Entry], present: Collection[PeerId],
-    *, is_initial: bool,
-) -> bool:  # fmt: skip
+    head: Head,
+    ours: Sequence[Entry],
+    other: Head,
+    theirs: Sequence[Entry],
+    present: Collection[PeerId],
+    *,
+    is_initial: bool,
+) -> bool:
     """Whether a peer at `head` goes on from another head. Both histories have been checked.
 
     Args:

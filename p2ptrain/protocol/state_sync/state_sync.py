@@ -67,9 +67,15 @@ class StateSync:
     ) -> None:
         self._arrivals = Arrivals(engine, record)
         self.joining = Joining(
-            engine, membership, self._arrivals, load_buffers=load_buffers, may_found=may_found, restored=restored,
-            rng=rng, pins=pins,
-        )  # fmt: skip
+            engine,
+            membership,
+            self._arrivals,
+            load_buffers=load_buffers,
+            may_found=may_found,
+            restored=restored,
+            rng=rng,
+            pins=pins,
+        )
         self._engine = engine
         self._context = engine.context
         self._rng = rng
@@ -249,10 +255,13 @@ class StateSync:
         # Once ours has ended, any peer that begins the next one is followed, as this peer would begin one itself.
         present = () if engine.has_ended else self._context.liveness.present()
         return is_preferred(
-            engine.head, engine.history.entries, head, entries,
+            engine.head,
+            engine.history.entries,
+            head,
+            entries,
             {peer_id for peer_id, incarnation in engine.head.voters if (peer_id, incarnation) in present},
             is_initial=donor is None or self._is_trusted(donor),
-        )  # fmt: skip
+        )
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
         """Raises RunMismatchError unless a history is of the run that the user wants."""

@@ -53,11 +53,18 @@ def write_outcome(outcome: Outcome, directory: Path) -> None:
         records.write(target / records.experiment.directory)
     verdicts = [
         {
-            "row": v.claim.row, "text": v.claim.text, "paper": v.claim.paper, "measure": v.claim.measure,
-            "left": v.left, "right": v.right, "relative": v.relative, "spread": v.spread, "words": v.words,
+            "row": v.claim.row,
+            "text": v.claim.text,
+            "paper": v.claim.paper,
+            "measure": v.claim.measure,
+            "left": v.left,
+            "right": v.right,
+            "relative": v.relative,
+            "spread": v.spread,
+            "words": v.words,
         }
         for v in outcome.verdicts
-    ]  # fmt: skip
+    ]
     content = {"title": outcome.reproduction.title, "seeds": outcome.seeds, "claims": verdicts}
     (target / "verdicts.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     save_plot(outcome.reproduction.title, list(outcome.records[0].values()), target / "curves.png")

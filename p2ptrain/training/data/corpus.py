@@ -103,8 +103,9 @@ class TextFiles:
         return _checked(
             np.concatenate([block for number, block in enumerate(blocks) if number not in held_out]),
             np.concatenate([block for number, block in enumerate(blocks) if number in held_out]),
-            tokenizer, self.source,
-        )  # fmt: skip
+            tokenizer,
+            self.source,
+        )
 
 
 def unit(tokenizer: Tokenizer) -> str:

@@ -125,9 +125,16 @@ def prepare(
 
 
 def _prepare(
-    sources: tuple[str, ...], out: Path, tokenizer: str, field: str, split: str, held_out: float, jobs: int,
-    say: Callable[[str], None], on_progress: Callable[[Progress], None],
-) -> Prepared:  # fmt: skip
+    sources: tuple[str, ...],
+    out: Path,
+    tokenizer: str,
+    field: str,
+    split: str,
+    held_out: float,
+    jobs: int,
+    say: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
+) -> Prepared:
     if (out / META_FILE).exists():
         raise ConfigError(f"--out {out}: holds prepared data already ({META_FILE}); give another --out, or remove it")
     units = tuple(find_units(sources, split))
@@ -146,19 +153,29 @@ def _prepare(
         for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
             done[number] = found
             finished = [done[number] for number in done]
-            on_progress(Progress(
-                len(done), len(units), sum(units[n].size_bytes for n in done), sum(unit.size_bytes for unit in units),
-                sum(shard.tokens for found in finished for shard in found.shards),
-            ))  # fmt: skip
+            on_progress(
+                Progress(
+                    len(done),
+                    len(units),
+                    sum(units[n].size_bytes for n in done),
+                    sum(unit.size_bytes for unit in units),
+                    sum(shard.tokens for found in finished for shard in found.shards),
+                )
+            )
     except ConfigError:
         _withdraw(notes, out, len(units))
         raise
     in_order = [done[number] for number in range(len(units))]
     meta = Meta(
-        version=1, tokenizer=chosen.identity, name=tokenizer, vocab_size=chosen.vocab_size,
-        separator=chosen.separator, dtype=_dtype(chosen), sources=list(sources),
+        version=1,
+        tokenizer=chosen.identity,
+        name=tokenizer,
+        vocab_size=chosen.vocab_size,
+        separator=chosen.separator,
+        dtype=_dtype(chosen),
+        sources=list(sources),
         shards=[shard for found in in_order for shard in found.shards],
-    )  # fmt: skip
+    )
     if not any(shard.split == "train" for shard in meta.shards):
         raise ConfigError(f"{', '.join(sources)}: no document with text was found to train on")
     write_whole(out / META_FILE, encoded(meta))

@@ -98,14 +98,20 @@ def describe(directory: Path, *, check: bool, tokenizer_name: str | None = None)
         return tokenizer.decode(shown.ids.tolist()) if tokenizer is not None and is_text else ""
 
     return TokenInfo(
-        directory=str(directory), tokenizer=folder.identity if tokenizer is None else tokenizer.identity,
-        name=tokenizer_name or ("" if meta is None else meta.name), vocab_size=vocab_size,
-        train_tokens=_tokens(folder.training), train_files=len(folder.training),
-        held_out_tokens=_tokens(folder.held_out), held_out_files=len(folder.held_out),
+        directory=str(directory),
+        tokenizer=folder.identity if tokenizer is None else tokenizer.identity,
+        name=tokenizer_name or ("" if meta is None else meta.name),
+        vocab_size=vocab_size,
+        train_tokens=_tokens(folder.training),
+        train_files=len(folder.training),
+        held_out_tokens=_tokens(folder.held_out),
+        held_out_files=len(folder.held_out),
         documents=None if meta is None else sum(shard.documents for shard in meta.shards),
         bytes_per_token=folder.training[0].ids.itemsize,
-        begins=begin(folder.training[0]), held_out_begins=begin(folder.held_out[0]), checked=check,
-    )  # fmt: skip
+        begins=begin(folder.training[0]),
+        held_out_begins=begin(folder.held_out[0]),
+        checked=check,
+    )
 
 
 def _named(name: str) -> Tokenizer:

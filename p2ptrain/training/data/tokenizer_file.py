@@ -183,9 +183,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[SEPARATOR], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(map(_valid, texts), trainer)
     return TokenizerFile(tokenizer.to_str().encode(), "the trained tokenizer")
 

@@ -113,9 +113,11 @@ def guarded(
 
 
 def norms_of(
-    plan: Sequence[RosterPart], parts: Collection[int], squares: Mapping[int, Mapping[PeerId, float]],
+    plan: Sequence[RosterPart],
+    parts: Collection[int],
+    squares: Mapping[int, Mapping[PeerId, float]],
     contributors: Sequence[PeerId],
-) -> dict[PeerId, float]:  # fmt: skip
+) -> dict[PeerId, float]:
     """The norm of each contributor, from the squared norms that the reducers of these parts report.
 
     Where several reducers report the same blocks, the median of their reports counts.

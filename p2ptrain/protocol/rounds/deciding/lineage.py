@@ -116,8 +116,10 @@ class LineageWatch:
         logger.info(
             "no rounds for now: too few of the peers that decide round %d can be reached (missing: %s); training goes "
             "on. If they do not come back within %.0f s, rounds go on without them",
-            head.round + 1, self._missing(head), max(QUORUM_LOST_S, three_intervals_s) - away_s,
-        )  # fmt: skip
+            head.round + 1,
+            self._missing(head),
+            max(QUORUM_LOST_S, three_intervals_s) - away_s,
+        )
 
     def _missing(self, head: Head) -> str:
         present = self._liveness.present()
@@ -126,9 +128,14 @@ class LineageWatch:
         return ", ".join(missing[:MOST_NAMED]) + more
 
     def is_our_turn(
-        self, head: Head, three_intervals_s: float, now: float, *, awaits: Callable[[], bool],
+        self,
+        head: Head,
+        three_intervals_s: float,
+        now: float,
+        *,
+        awaits: Callable[[], bool],
         takes_turns: Callable[[PeerId], bool],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Whether the voters are gone, and it is our turn to begin a new lineage; call it every second.
 
         Args:

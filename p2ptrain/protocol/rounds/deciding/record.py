@@ -111,9 +111,12 @@ def name_of(record: Record, member: Voter, averaging: Averaging) -> bytes | None
 
 
 def record_of(
-    run: RunConfig, head: Head, members: Mapping[PeerId, Join], contributors: Sequence[Contributor],
+    run: RunConfig,
+    head: Head,
+    members: Mapping[PeerId, Join],
+    contributors: Sequence[Contributor],
     conclusion: Conclusion,
-) -> Record:  # fmt: skip
+) -> Record:
     """The decision of a round: the mean, the outer step, and the next interval of each member.
 
     Args:

@@ -46,9 +46,13 @@ class Progress:
 
 
 def step_chunk(
-    state: AnchorState, averaging: Averaging, progress: Progress, blobs: Blobs, land: Land | None,
+    state: AnchorState,
+    averaging: Averaging,
+    progress: Progress,
+    blobs: Blobs,
+    land: Land | None,
     chunk: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     """Take the outer step on a chunk of the grid, in place: A, m ← step(A, m, mean). Does nothing if that is done.
 
     The new values are made in memory of their own, and replace the old ones once nothing can fail any more. So an error
@@ -70,9 +74,14 @@ def step_chunk(
     old = [*(vector[low:stepped] for vector in state.vectors), state.anchor[stepped:high]]
     anchor, *moments, averaged = new = [values.copy() for values in old]
     outer_step(
-        record.outer_optimizer, anchor, moments, gradient[: stepped - low],
-        lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
-    )  # fmt: skip
+        record.outer_optimizer,
+        anchor,
+        moments,
+        gradient[: stepped - low],
+        lr=record.outer_lr,
+        momentum=record.outer_momentum,
+        round_=record.round,
+    )
     np.subtract(averaged, gradient[stepped - low :], out=averaged)
     if land is not None:
         np.subtract(anchor, old[0], out=gradient[: stepped - low])
@@ -86,6 +95,13 @@ def head_of(commit: Commit, state: AnchorState) -> Head:
     """The head after a committed record's outer step."""
     record = commit.record
     return Head(
-        record.genesis, record.lineage, record.round, state.hashes.state, state.hashes.anchor, voters_of(record),
-        record.run_step, record.tokens_total, commit,
-    )  # fmt: skip
+        record.genesis,
+        record.lineage,
+        record.round,
+        state.hashes.state,
+        state.hashes.anchor,
+        voters_of(record),
+        record.run_step,
+        record.tokens_total,
+        commit,
+    )

@@ -74,9 +74,17 @@ class Collection:
     """
 
     def __init__(
-        self, part: RosterPart, senders: Sequence[PeerId], grid: Grid, codec: Codec, timeouts: Timeouts, now: float, *,
-        num_stepped: int, audited: bool,
-    ) -> None:  # fmt: skip
+        self,
+        part: RosterPart,
+        senders: Sequence[PeerId],
+        grid: Grid,
+        codec: Codec,
+        timeouts: Timeouts,
+        now: float,
+        *,
+        num_stepped: int,
+        audited: bool,
+    ) -> None:
         self.complete: set[PeerId] = set()
         self.failed: set[PeerId] = set()
         self.chunks: Chunks = {sender: {} for sender in senders}

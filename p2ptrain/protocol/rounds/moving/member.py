@@ -134,9 +134,16 @@ class Participation:
     """
 
     def __init__(
-        self, context: RoundContext, attempt: Attempt, head: Head, taker: SnapshotTaker, fetcher: RecordFetcher, *,
-        tell: Tell, apply: Callable[[Event], None],
-    ) -> None:  # fmt: skip
+        self,
+        context: RoundContext,
+        attempt: Attempt,
+        head: Head,
+        taker: SnapshotTaker,
+        fetcher: RecordFetcher,
+        *,
+        tell: Tell,
+        apply: Callable[[Event], None],
+    ) -> None:
         self.attempt = attempt
         self.scope = trio.CancelScope()
         self._context = context

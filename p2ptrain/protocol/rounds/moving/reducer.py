@@ -83,9 +83,15 @@ class Reducer:
         self._attempt = roster.lineage, roster.round, roster.attempt
         self._bounds = context.grid.bounds(part.start, part.stop)
         self._collection = Collection(
-            part, part.senders or roster.members, context.grid, context.codec, context.timeouts, trio.current_time(),
-            num_stepped=context.state.num_stepped, audited=context.audited,
-        )  # fmt: skip
+            part,
+            part.senders or roster.members,
+            context.grid,
+            context.codec,
+            context.timeouts,
+            trio.current_time(),
+            num_stepped=context.state.num_stepped,
+            audited=context.audited,
+        )
         self._chunk_arrived, self._measured = trio.Event(), trio.Event()
         self._expecting = trio.CancelScope()
         self._push = MeanPush(roster, BoundedBuffer(context.parts.mean_bytes(part.stop - part.start)))
@@ -142,9 +148,13 @@ class Reducer:
         norms, roots = self._collection.norms, self._collection.roots
         complete, failed = tuple(sorted(norms)), tuple(sorted(self._collection.failed))
         arrived = Arrived(
-            *self._attempt, self._number, complete, failed,
-            tuple(norms[member] for member in complete), tuple(roots[member] for member in complete),
-        )  # fmt: skip
+            *self._attempt,
+            self._number,
+            complete,
+            failed,
+            tuple(norms[member] for member in complete),
+            tuple(roots[member] for member in complete),
+        )
         self._tell(self._roster.attempt.leader, arrived)
 
     async def _report_forever(self) -> None:

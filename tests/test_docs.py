@@ -177,10 +177,10 @@ def is_text(piece: str) -> bool:
 
 
 def quoted_messages() -> list[str]:
-    """The messages in the first column of the tables of "Messages, and what to do"."""
+    """The messages in the first column of the tables of "Messages, and what to do", and in its list."""
     page = (ROOT / "docs/use/operating.md").read_text(encoding="utf-8").partition("## Messages, and what to do")[2]
-    cells = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
-    return [message for cell in cells for message in re.findall(r"`(.*?)`", cell)]
+    cells = re.findall(r"^(?:\| (`.*?) \| |- (`.*))", page, re.MULTILINE)
+    return [message for row, item in cells for message in re.findall(r"`(.*?)`", row or item)]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -565,36 +565,10 @@ class Answer(_Struct, frozen=True):
 
 
 Message = (
-    Hello
-    | Beat
-    | Ack
-    | Leave
-    | Fragment
-    | Due
-    | Call
-    | Join
-    | Refuse
-    | Roster
-    | Contribution
-    | Arrived
-    | Reduce
-    | Reduced
-    | Propose
-    | Ready
-    | Commit
-    | Abort
-    | Withdraw
-    | Request
-    | Answer
-    | Landed
-    | Accuse
-    | Challenge
-    | Proof
-    | Mean
-    | PairOffer
-    | PairAnswer
-    | PairWeights
-)
+    Hello | Beat | Ack | Leave | Fragment | Due | Call | Join | Refuse | Roster | Contribution | Arrived | Reduce
+    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Landed | Accuse | Challenge | Proof
+    | Mean | PairOffer | PairAnswer | PairWeights
+)  # fmt: skip
 
 # The numbers on the wire: add at the end, never reorder.
 KINDS: dict[int, type[Message]] = dict(enumerate(typing.get_args(Message), start=1))

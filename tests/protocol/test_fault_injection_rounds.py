@@ -221,7 +221,7 @@ PHASES: dict[str, Inject] = {
     "accept": event(Held),
     "withdraw": withdrawing,
     "time": out_of_time,
-    "audit": method(Audits, "keep", lambda fault: lambda self, *_: self._peer_id == "b"),
+    "audit": method(Audits, "keep", lambda fault: lambda self, *_: self._context.peer_id == "b"),
     "step": in_the_worker("step_chunk", commit),
     "half a step": in_a_step(late=False),
     "a step and no landing": in_a_step(late=True),

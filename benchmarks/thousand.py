@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import random
 import resource
 import statistics
@@ -24,12 +25,13 @@ import trio
 
 from benchmarks.results import machine
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
+from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer
@@ -127,13 +129,13 @@ class _Peer:
 
         network, transport = swarm.network, swarm.network.transport(self.peer_id)
         self.node = Node(
-            Run(swarm.run),
+            RunSpec(swarm.run),
             NetworkAccess(transport, _Directory(network, self.peer_id, swarm.read), transport.bulk),
-            LocalRules(),
-            Start(f"{self.peer_id}.0", rng, may_found=founder),
+            LocalPolicy(),
+            NodeStart(f"{self.peer_id}.0", rng, may_found=founder),
             exchange=self.exchange,
             buffers=ModelBuffers(bytes, lambda data: None),
-            records=Records(record, log),
+            telemetry=Telemetry(record, log, ErrorLog(logging.getLogger(__name__))),
             compute=Inline(),
         )
 

@@ -330,7 +330,7 @@ def ways() -> str:
     ]
     fragment = [
         (1, 0, "offer_push: blocks of the next slots"),
-        (0, 1, "on_push: their values, read in step()"),
+        (0, 1, "Push: their values, read in step()"),
         (1, 3, "encode (int8)"),
         (1, 4, "Fragment, to one random peer"),
         (4, 1, "Fragment: slots, size and epoch are checked"),
@@ -338,10 +338,10 @@ def ways() -> str:
         (1, 0, "inbox.put: mixed in the next step()"),
     ]
     round_ = [
-        (0, 2, "on_due: H steps are done"),
+        (0, 2, "RoundDue: H steps are done"),
         (2, 4, "Due; consensus: Call"),
         (2, 0, "want_snapshot"),
-        (0, 2, "on_snapshot: weights, copied in step()"),
+        (0, 2, "SnapshotTaken: weights, copied in step()"),
         (2, 4, "consensus: Join"),
         (2, 3, "encode anchor − weights, by chunks"),
         (2, 4, "Contribution: chunks, to reducers"),

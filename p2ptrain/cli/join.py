@@ -80,9 +80,9 @@ def join(settings: Settings, plain: bool, share_key: bool, new: bool, qr: bool) 
         raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")
     if sys.stdout.isatty():
         click.echo("starting: loading torch takes a few seconds")
-    from p2ptrain.training.join import check_settings, join_run
+    from p2ptrain.training.join import check_local, join_run
 
-    source = check_settings(settings, launch_of(os.environ))
+    source = check_local(settings, launch_of(os.environ))
     if not new and not network.initial_peers:
         settings = choose_nearby(settings)
         network = settings.network_config()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import trio
@@ -244,6 +244,10 @@ class LibP2P:
         self._break_streams("the libp2p daemon has died")
 
 
+def ignore(event: str, /, **fields: object) -> None:
+    """Writes nothing, while nobody records events."""
+
+
 class Network:
     """An open network, made by `open_network`. Owns the daemon, and connects transport and directory to it.
 
@@ -265,7 +269,7 @@ class Network:
         self.bulk = (
             TlsBulk(identity.peer_id, config.host_maddrs, config.bulk_port, scratch) if config.bulk == "on" else None
         )
-        self._write: Callable[..., object] = lambda event, **fields: None
+        self._write: Callable[..., object] = ignore
         self.failure: ConfigError | None = None
         self._errors = ErrorLog(logger)
         self._config = config
@@ -333,9 +337,14 @@ class Network:
             with self._errors.containing("reading the lists of peers"):
                 await trio.to_thread.run_sync(self.access.refresh, abandon_on_cancel=True)
 
-    def tell_events(self, write: Callable[..., object]) -> None:
-        """Tell each death and restart of the daemon from now on: `write` is `Sink.write`, on the network thread."""
+    @contextlib.contextmanager
+    def recording(self, write: Callable[..., object]) -> Iterator[None]:
+        """Record each death and restart of the daemon with `write` (`Sink.write`), on the network thread."""
         self._write = write
+        try:
+            yield
+        finally:
+            self._write = ignore
 
     def _tell(self, *, status: str, reason: str) -> None:
         with self._errors.containing("recording an event of the libp2p daemon"):

@@ -31,7 +31,7 @@ from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
 from p2ptrain.protocol.membership.peer_status import PeerStatus
-from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
+from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import STAY_S, Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.os_memory import release_unused
@@ -56,16 +56,18 @@ STATE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Joining:
+class JoinOptions:
     """How a peer joins.
 
     Attributes:
         may_found: whether it founds the run at once: there is no peer to ask.
+        worker_threads: for the work of rounds.
         resume_state: its `Peer.state_dict()` of before a restart.
         on_status: called with what it is doing until it has joined.
     """
 
     may_found: bool
+    worker_threads: int
     resume_state: dict[str, Any] | None = None
     on_status: Callable[[str], None] = lambda status: None
 
@@ -88,14 +90,14 @@ class Peer:
     def __init__(
         self,
         parts: ModelParts,
-        run: Run,
+        run: RunSpec,
         network: Network,
-        rules: LocalRules,
+        policy: LocalPolicy,
         *,
         thread: NetworkThread,
         optimizer: torch.optim.Optimizer | None,
         records: Sink,
-        joining: Joining,
+        joining: JoinOptions,
     ) -> None:
         incarnation = secrets.token_hex(8)
         self._parts = parts
@@ -142,20 +144,26 @@ class Peer:
             return Node(
                 dataclasses.replace(run, config=self.run),
                 NetworkAccess(network.transport, network.directory, network.bulk),
-                rules,
-                Start(own, random.Random(own), may_found, restored),
+                policy,
+                NodeStart(own, random.Random(own), may_found, restored),
                 exchange=self._exchange,
                 buffers=ModelBuffers(parts.buffers, _keep_buffers if trains else parts.load_buffers),
-                records=Records(self._on_event, self._event_log, self._errors),
+                telemetry=Telemetry(self._on_event, self._event_log, self._errors),
                 compute=self._workers,
             )
 
         resumed = joining.resume_state
         restored = None if resumed is None else from_dict(resumed, self._exchange.new_state())
         parts.claim()
-        self._workers = Workers(rules.worker_threads)
-        self._runner = NodeRunner(build, self._exchange, self._workers, may_found=joining.may_found, restored=restored)
-        network.tell_events(self._on_event)
+        self._workers = Workers(joining.worker_threads)
+        try:
+            self._runner = NodeRunner(
+                build, self._exchange, self._workers, may_found=joining.may_found, restored=restored
+            )
+        except BaseException:
+            parts.release()
+            self._workers.close()
+            raise
         thread.start_soon(self._run_node)
         try:
             self._await_ready(joining.on_status)
@@ -172,8 +180,8 @@ class Peer:
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         """Exchange with the other peers; call it once after every optimizer step.
 
-        Only this call changes the weights. It never raises for network errors: missing updates are skipped and counted.
-        A round runs in the background and lands in a later call.
+        Only this call changes the weights, and `finish_landing()`. It never raises for network errors: missing updates
+        are skipped and counted. A round runs in the background and lands in a later call.
 
         Args:
             loss: this step's training loss, for the records: any number, also of numpy or a tensor of one value.
@@ -449,7 +457,7 @@ class Peer:
 
     async def _run_node(self) -> None:
         try:
-            with trio.CancelScope() as self._scope:
+            with trio.CancelScope() as self._scope, self._network.recording(self._on_event):
                 await self._runner.run_forever()
         finally:
             self._workers.close()

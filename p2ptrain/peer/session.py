@@ -21,14 +21,14 @@ from p2ptrain.network.addresses import by_peer_id, ways_in
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
-from p2ptrain.peer.peer import Joining, Peer
+from p2ptrain.peer.peer import JoinOptions, Peer
 from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
 from p2ptrain.peer.worker import default_threads
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, MemberInfo, ask_settings, check_key, list_members
 from p2ptrain.protocol.membership.tokenizer_lookup import ask_tokenizer
-from p2ptrain.protocol.node.given import LocalRules, Run
+from p2ptrain.protocol.node.config import LocalPolicy, RunSpec
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig, agrees
@@ -212,20 +212,24 @@ class NetworkSession:
             config = self._config
             peer = Peer(
                 parts,
-                Run(run, tokenizer, self._closed_run(run.run_id)),
+                RunSpec(run, tokenizer, self._closed_run(run.run_id)),
                 self.network,
-                LocalRules(
+                LocalPolicy(
                     chosen=self._chosen,
                     pins=self.pins,
                     refusal=self.network.access.refusal,
                     peer_timeout_s=config.peer_timeout_s,
                     gossip_budget=config.gossip_budget * usable_cores(),
-                    worker_threads=worker_threads or default_threads(),
                 ),
                 thread=self._thread,
                 optimizer=optimizer,
                 records=records,
-                joining=Joining(not self.knows_others, resume_state, on_status or (lambda status: None)),
+                joining=JoinOptions(
+                    may_found=not self.knows_others,
+                    worker_threads=worker_threads or default_threads(),
+                    resume_state=resume_state,
+                    on_status=on_status or (lambda status: None),
+                ),
             )
             try:
                 self.announce(lambda: _announcement_of(peer, parts.space.numel))

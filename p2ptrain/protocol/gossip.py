@@ -24,7 +24,7 @@ from p2ptrain.algorithms.fragments import Walk, fresh_blocks, slot_blocks
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.pushing import MOST_PUSHES_UNDER_WAY
-from p2ptrain.protocol.exchange.types import Arrival, Epoch, Push, PushPlan
+from p2ptrain.protocol.exchange.types import Arrival, Epoch, OutlierFound, Push, PushBegun, PushPlan
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S, PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
@@ -123,13 +123,15 @@ class Gossip:
                 with self._context.errors.containing("pushing a fragment", "it is skipped"):
                     self._sending_cpu_s += await self._send(waiting.popleft())
 
-    def plan_taken(self, began_s: float) -> None:
-        """The training thread has begun to gather the offered plan."""
-        self._taken_send.send_nowait(began_s)
-
-    def send(self, push: Push) -> None:
-        """Send what the training thread has gathered, soon."""
-        self._pushes_send.send_nowait(push)
+    def receive(self, event: PushBegun | Push | OutlierFound) -> None:
+        """Go on after what the training thread has done."""
+        match event:
+            case PushBegun(began_s):
+                self._taken_send.send_nowait(began_s)
+            case Push():
+                self._pushes_send.send_nowait(event)
+            case OutlierFound(sender):
+                self._end_link(sender)
 
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError if it is invalid."""
@@ -137,7 +139,7 @@ class Gossip:
         if not self._admits(link.peer_id):
             self._exchange.inbox.count_skipped("newcomer")
             return
-        if self._exchange.losses.fragment():
+        if self._exchange.drops.fragment():
             self._exchange.inbox.count_skipped("lost")
             return
         epoch = Epoch(message.lineage, message.round)
@@ -157,7 +159,7 @@ class Gossip:
         self._exchange.inbox.put(arrival)
         self._pace.note_received(cpu_s + self._exchange.merge_cpu_s)
 
-    def end_link(self, sender: PeerId) -> None:
+    def _end_link(self, sender: PeerId) -> None:
         """End the link to a peer whose fragments are refused again and again.
 
         No strike: distance proves nothing. A peer whose training went astray is far too; the rounds leave it out or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Losses, StepReport
-from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
+from p2ptrain.protocol.exchange.types import Drops, StepReport
+from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.wire.transport import Inline
 from p2ptrain.simulation.experiment import Experiment
@@ -66,12 +68,12 @@ class SimulatedPeer:
         averaged = parts.averaged(run, self.trainer.optimizer.adamw)
         name = f"{self.peer_id}.{incarnation}"
         weather = random.Random(f"weather/{experiment.seed}/{name}")
-        losses = Losses(
+        drops = Drops(
             fragment=lambda: experiment.loss > 0 and weather.random() < experiment.loss,
             gradient=lambda: weather.random() < experiment.drop,
         )
         self._exchange = Exchange(
-            parts.view, run, averaged=averaged, clock=trio.current_time, post=_at_once, losses=losses
+            parts.view, run, averaged=averaged, clock=trio.current_time, post=_at_once, drops=drops
         )
         self._exchange.shard_tokens = shard_tokens
         self.record(
@@ -87,13 +89,13 @@ class SimulatedPeer:
         transport = network.transport(self.peer_id)
         # Only peer 0 may found the run.
         self.node = Node(
-            Run(run),
+            RunSpec(run),
             NetworkAccess(transport, network.directory(self.peer_id), transport.bulk),
-            LocalRules(),
-            Start(name, random.Random(f"{run.run_seed}/{name}"), may_found=number == 0 and incarnation == 0),
+            LocalPolicy(),
+            NodeStart(name, random.Random(f"{run.run_seed}/{name}"), may_found=number == 0 and incarnation == 0),
             exchange=self._exchange,
             buffers=ModelBuffers(parts.buffers, parts.load_buffers),
-            records=Records(self.record, self._event_log),
+            telemetry=Telemetry(self.record, self._event_log, ErrorLog(logging.getLogger(__name__))),
             compute=Inline(),
         )
         self._scope = trio.CancelScope()

@@ -54,7 +54,7 @@ IDENTITY_FILE = "identity.key"
 METRICS_FILE = "metrics.jsonl"
 
 
-def check_settings(settings: Settings, launch: Launch = ONE_PROCESS) -> Source:
+def check_local(settings: Settings, launch: Launch = ONE_PROCESS) -> Source:
     """Look for mistakes that can be found on this machine before anything is asked or waited for.
 
     Returns:
@@ -92,7 +92,7 @@ def join_run(
 
     Args:
         settings: merged from flags, environment and TOML, and checked.
-        source: the data, as `check_settings` opened it.
+        source: the data, as `check_local` opened it.
         say: prints one line for the user.
         on_progress: called every few seconds.
         on_status: called with what the peer is doing while it joins; None: `say`.

@@ -21,8 +21,8 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import (
     Arrival,
     Epoch,
-    Landed,
     Landing,
+    LandingDone,
     Push,
     PushPlan,
     Snapshot,
@@ -175,7 +175,7 @@ def test_a_step_never_waits_for_the_device(side: SideStream) -> None:
     exchange.epoch = Epoch("L", 0)
     pushes, snapshots, landed = list[Push](), list[Snapshot](), list[Landing]()
     hear(exchange, {Push: pushes.append, SnapshotTaken: snapshots.append})
-    hear(exchange, {Landed: lambda landing, held_s: landed.append(landing)})
+    hear(exchange, {LandingDone: lambda landing, held_s: landed.append(landing)})
     received = exchange.pin(view.gather(PLAN) + 0.01)
     merged = 0
     for step in range(60):

@@ -30,7 +30,8 @@ class Seen:
     def __init__(self, network: Network) -> None:
         self.events: list[str] = []
         self._more = trio.Event()
-        network.tell_events(self.write)
+        self._recording = network.recording(self.write)
+        self._recording.__enter__()  # as long as the network
 
     def write(self, event: str, /, **fields: object) -> None:
         assert event == "daemon"
@@ -218,15 +219,15 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
                     seen.write(event, **fields)
                     raise LookupError("the listener has a bug as well")
 
-                network.tell_events(tell_and_fail)
-                for count, bug in enumerate(bugs, start=1):
-                    bug.set()
-                    await seen.until(*["died", "restarted"] * count)
-                assert network.failure is None
-                await opened(network, other)
-                assert caplog.text.count("Traceback") >= 2
-                assert "ZeroDivisionError" in caplog.text
-                assert "LookupError" in caplog.text
+                with network.recording(tell_and_fail):
+                    for count, bug in enumerate(bugs, start=1):
+                        bug.set()
+                        await seen.until(*["died", "restarted"] * count)
+                    assert network.failure is None
+                    await opened(network, other)
+                    assert caplog.text.count("Traceback") >= 2
+                    assert "ZeroDivisionError" in caplog.text
+                    assert "LookupError" in caplog.text
 
     run(main)
 

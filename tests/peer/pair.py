@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import nn
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
-from p2ptrain.peer.peer import Joining, Peer
+from p2ptrain.peer.peer import JoinOptions, Peer
 from p2ptrain.peer.sinks import Sink, Sinks
-from p2ptrain.protocol.node.given import LocalRules, Run
+from p2ptrain.protocol.node.config import LocalPolicy, RunSpec
 from p2ptrain.protocol.wire.transport import no_refusal
 from p2ptrain.settings.config import RunConfig
 
@@ -40,17 +40,17 @@ def memory_peer(
     """A peer on the memory network."""
     network: Any = SimpleNamespace(
         peer_id=name, transport=memory.transport(name), directory=memory.directory(name), maddrs=[], failure=None,
-        access=SimpleNamespace(refusal=no_refusal), tell_events=lambda write: None, bulk=None,
+        access=SimpleNamespace(refusal=no_refusal), recording=lambda write: nullcontext(), bulk=None,
     )  # fmt: skip
     return Peer(
         parts,
-        Run(run),
+        RunSpec(run),
         network,
-        LocalRules(worker_threads=2),
+        LocalPolicy(),
         thread=thread,
         optimizer=None,
         records=records or Sinks([]),
-        joining=Joining(may_found),
+        joining=JoinOptions(may_found, worker_threads=2),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Push, SnapshotTaken, ToNode
+from p2ptrain.protocol.exchange.types import ExchangeEvent, Push, SnapshotTaken
 
 Handlers = dict[type, Callable[..., object]]
 
@@ -16,7 +16,7 @@ class Hearing:
     def __init__(self) -> None:
         self.handlers: Handlers = {}
 
-    def __call__(self, event: ToNode) -> None:
+    def receive(self, event: ExchangeEvent) -> None:
         handler = self.handlers.get(type(event))
         if handler is None:
             return
@@ -33,6 +33,6 @@ def hear(exchange: Exchange, handlers: Handlers) -> None:
     """Let these handle what the exchange tells, beside those of earlier calls. A push and a snapshot come as they are;
     other events come as their fields.
     """
-    if not isinstance(exchange._receive, Hearing):
+    if not isinstance(exchange._listener, Hearing):
         exchange.attach(Hearing())
-    exchange._receive.handlers.update(handlers)
+    exchange._listener.handlers.update(handlers)

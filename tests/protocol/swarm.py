@@ -6,6 +6,7 @@ commit is the weighted mean of what their contributors brought.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import trio
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.transfers import in_pieces
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.peer.device_transfers import device_transfers
@@ -24,7 +26,7 @@ from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport
-from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
+from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
@@ -177,13 +179,13 @@ class Swarm:
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             closed = None if key is None else ClosedRun(key, run.run_id, rng.randbytes)
             node = Node(
-                Run(run, tokenizer, closed),
+                RunSpec(run, tokenizer, closed),
                 NetworkAccess(transport, self.network.directory(peer_id), transport.bulk),
-                LocalRules(chosen=chosen),
-                Start(incarnation_of(incarnation, number), rng, may_found, restored),
+                LocalPolicy(chosen=chosen),
+                NodeStart(incarnation_of(incarnation, number), rng, may_found, restored),
                 exchange=exchange,
                 buffers=ModelBuffers(bytes, load_no_buffers),
-                records=Records(record, event_log),
+                telemetry=Telemetry(record, event_log, ErrorLog(logging.getLogger(__name__))),
                 compute=self.worker,
             )
             if number:

@@ -16,8 +16,8 @@ from p2ptrain.protocol.exchange.merging import MOST_OF_SENDER
 from p2ptrain.protocol.exchange.pushing import MOST_PUSHES_UNDER_WAY
 from p2ptrain.protocol.exchange.types import (
     Epoch,
-    Landed,
     Landing,
+    LandingDone,
     Push,
     Snapshot,
     SnapshotTaken,
@@ -53,7 +53,7 @@ class Story:
         self.put = 0
         exchange = self.bench.exchange
         hear(exchange, {Push: self.pushes.append, SnapshotTaken: self.snapshots.append})
-        hear(exchange, {Landed: self._on_landed})
+        hear(exchange, {LandingDone: self._on_landed})
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -147,7 +147,7 @@ def late(polls: int) -> tuple[Bench, LateStream]:
 def test_a_landing_takes_effect_and_is_told_once_its_buffer_is_on_the_device(kind: str) -> None:
     bench, _ = late(polls=2)
     told: list[Landing] = []
-    hear(bench.exchange, {Landed: lambda landed, held_s: told.append(landed)})
+    hear(bench.exchange, {LandingDone: lambda landed, held_s: told.append(landed)})
     before, buffer = bench.flat(), torch.ones(NUM_BLOCKS, 64)
     buffer[-1, 6:] = 0  # padding
     bench.exchange.land(landing(kind=kind, buffer=buffer))

@@ -20,13 +20,13 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
 from p2ptrain.protocol.exchange.types import (
     Arrival,
-    Due,
     Epoch,
-    Landed,
     Landing,
-    Outlier,
+    LandingDone,
+    OutlierFound,
     Push,
     PushPlan,
+    RoundDue,
     RoundReport,
     Snapshot,
     SnapshotTaken,
@@ -249,7 +249,7 @@ def test_a_sender_that_floods_takes_no_other_ones_place() -> None:
 
 def test_an_outlier_is_told_to_the_node() -> None:
     bench, outliers = Bench(fragment_fraction=0.005), []
-    hear(bench.exchange, {Outlier: outliers.append})
+    hear(bench.exchange, {OutlierFound: outliers.append})
     bench.steps(2)
     for step in range(250):
         for sender, by in (("b", 0.01), ("c", 0.01), ("x", 100.0)):
@@ -409,7 +409,7 @@ def test_a_round_is_due_at_our_interval_and_there_the_run_is_one_interval_furthe
 def test_due_is_told_once_a_round() -> None:
     bench = Bench(sync_every=3)
     told: list[int] = []
-    hear(bench.exchange, {Due: lambda: told.append(bench.exchange.steps)})
+    hear(bench.exchange, {RoundDue: lambda: told.append(bench.exchange.steps)})
     for _ in range(7):
         bench.step()
         bench.deliver_posts()
@@ -562,7 +562,7 @@ def test_landing_settles_tokens_and_counts_the_next_interval_from_the_snapshot(k
 def test_the_landing_is_told_when_it_has_taken_effect() -> None:
     bench = Bench()
     told: list[Landing] = []
-    hear(bench.exchange, {Landed: lambda landed, held_s: told.append(landed)})
+    hear(bench.exchange, {LandingDone: lambda landed, held_s: told.append(landed)})
     this = landing(finished=True)
     bench.exchange.land(this)
     with pytest.raises(AssertionError, match="one round lands at a time"):

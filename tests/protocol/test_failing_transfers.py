@@ -20,10 +20,10 @@ from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import (
     Epoch,
-    Landed,
     Landing,
-    PlanTaken,
+    LandingDone,
     Push,
+    PushBegun,
     Snapshot,
     SnapshotTaken,
     SnapshotWanted,
@@ -86,7 +86,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 
 def test_a_push_that_cannot_be_gathered_is_not_sent(bench: Bench) -> None:
     pushes, began = list[Push](), list[float]()
-    hear(bench.exchange, {Push: pushes.append, PlanTaken: began.append})
+    hear(bench.exchange, {Push: pushes.append, PushBegun: began.append})
     with failing(ParameterView, "gather_on_device"):
         bench.exchange.offer_push(push_plan(3))
         assert bench.step().sent == 0
@@ -155,7 +155,7 @@ def test_a_landing_that_fails_goes_on_where_it_stopped(
 ) -> None:
     """Each of the two tensors is changed once, and only then the round is in the weights."""
     told: list[Landing] = []
-    hear(bench.exchange, {Landed: lambda landed, held_s: told.append(landed)})
+    hear(bench.exchange, {LandingDone: lambda landed, held_s: told.append(landed)})
     before, buffer = bench.flat(), torch.ones(NUM_BLOCKS, 64)
     buffer[-1, 6:] = 0  # padding
     expected = before + buffer if kind == "add" else buffer

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError
+from p2ptrain.protocol.exchange.types import Landing
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.node import runner as node_runner
 from p2ptrain.protocol.node.node import Node
@@ -232,6 +233,24 @@ def test_a_node_that_fails_while_a_round_lands_lands_it_first() -> None:
             peer.paused = False
             failed_s = trio.current_time()
             await s.until(lambda: peer.current is not node and peer.current.ready.is_set())
+            await s.until(lambda: committed_after(s, failed_s, *NAMES))
+
+    run_virtual(main)
+
+
+def test_a_node_that_fails_when_it_is_told_of_a_landing_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with swarm(RUN, shapes=SMALL) as s:
+            await start_trio(s, restarts=True)
+            peer = s.peers["b"]
+            node = peer.current
+
+            def fail(landing: Landing, held_s: float) -> None:
+                raise Bug("told of a landing")
+
+            monkeypatch.setattr(node.engine.committer, "landed", fail)
+            await s.until(lambda: peer.current is not node and peer.current.ready.is_set())
+            failed_s = trio.current_time()
             await s.until(lambda: committed_after(s, failed_s, *NAMES))
 
     run_virtual(main)

@@ -26,7 +26,7 @@ from p2ptrain.algorithms.topology import TOPOLOGIES
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Epoch, Outlier, PlanTaken, Push, PushPlan, StepReport
+from p2ptrain.protocol.exchange.types import Epoch, OutlierFound, Push, PushBegun, PushPlan, StepReport
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.outbox import Traffic
@@ -91,7 +91,11 @@ class Peer:
         self.gossip = Gossip(context, random.Random(seed), lambda peer_id: peer_id in self.admitted, self.pace)
         hear(
             self.exchange,
-            {PlanTaken: self.gossip.plan_taken, Push: self.gossip.send, Outlier: self.gossip.end_link},
+            {
+                PushBegun: lambda began_s: self.gossip.receive(PushBegun(began_s)),
+                Push: self.gossip.receive,
+                OutlierFound: lambda sender: self.gossip.receive(OutlierFound(sender)),
+            },
         )
 
     @property
@@ -160,7 +164,7 @@ def test_what_arrives_a_step_late_is_sent_at_once_however_long_until_the_next_pu
 
     def late_step(samples: int) -> StepReport:
         while gathered:
-            peer.gossip.send(gathered.popleft())
+            peer.gossip.receive(gathered.popleft())
         return step(samples)
 
     peer.exchange.step = late_step  # type: ignore[method-assign]

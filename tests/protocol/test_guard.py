@@ -16,7 +16,7 @@ import trio
 
 from p2ptrain.algorithms.codec.floats import NONE
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.exchange.types import SnapshotTaken, ToNode
+from p2ptrain.protocol.exchange.types import ExchangeEvent, SnapshotTaken
 from p2ptrain.protocol.rounds.deciding.averaging import Parts
 from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
@@ -37,16 +37,16 @@ HEAD = Head("0-g", "0-g", 7, "s", "a", (X, Y), 20, 2**20, None)
 
 def scale_contributions(peer: TestPeer, factor: float) -> list[float]:
     """Let a peer contribute `factor` times its outer gradient from now on; the list counts its snapshots."""
-    receive, taken = peer.node._receive, list[float]()
+    receive, taken = peer.node.receive, list[float]()
 
-    def scaled(event: ToNode) -> None:
+    def scaled(event: ExchangeEvent) -> None:
         if isinstance(event, SnapshotTaken):
             weights, anchor = event.snapshot.weights.numpy(), peer.node.state.anchor
             weights[:] = anchor - np.float32(factor) * (anchor - weights)
             taken.append(trio.current_time())
         receive(event)
 
-    peer.exchange.attach(scaled)
+    peer.node.receive = scaled  # type: ignore[method-assign]
     return taken
 
 

@@ -12,7 +12,7 @@ import trio
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import PacketFault
-from p2ptrain.protocol.exchange.types import Landing, Losses
+from p2ptrain.protocol.exchange.types import Drops, Landing
 from p2ptrain.protocol.membership import neighbours
 from p2ptrain.protocol.membership.neighbours import MAX_DIALLED
 from p2ptrain.protocol.state_sync.joining import ADOPT_TIMEOUT_S
@@ -226,7 +226,7 @@ def test_lost_fragments_cost_what_they_carry_and_nothing_else(share: float) -> N
             rng = random.Random(0)
             for name in "abc":
                 peer = s.start(name, founder=name == "a")
-                peer.exchange.losses = Losses(fragment=lambda: rng.random() < share)
+                peer.exchange.drops = Drops(fragment=lambda: rng.random() < share)
             await s.until(lambda: common(s, 1, 3))
             before = {name: peer.exchange.steps for name, peer in s.peers.items()}
             await trio.sleep(40)

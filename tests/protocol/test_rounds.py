@@ -17,7 +17,7 @@ from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.slices import Slice
-from p2ptrain.protocol.exchange.types import RoundReport, SnapshotTaken, ToNode
+from p2ptrain.protocol.exchange.types import ExchangeEvent, RoundReport, SnapshotTaken
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.landing import commit, snapshot
 from p2ptrain.protocol.rounds.moving import reducer
@@ -42,9 +42,9 @@ class Witness:
         peer.on_node = lambda node: self._watch(peer, node)
 
     def _watch(self, peer: TestPeer, node: Node) -> None:
-        receive, ended = node._receive, node.round_ended
+        receive, ended = node.receive, node.round_ended
 
-        def watched(event: ToNode) -> None:
+        def watched(event: ExchangeEvent) -> None:
             if isinstance(event, SnapshotTaken):
                 snapshot = event.snapshot
                 key = (snapshot.epoch.lineage, snapshot.epoch.round + 1, node.incarnation)
@@ -59,7 +59,7 @@ class Witness:
                 self.records[(report.lineage, report.round)] = record
             ended(report)
 
-        peer.exchange.attach(watched)
+        node.receive = watched  # type: ignore[method-assign]
         node.round_ended = round_ended  # type: ignore[method-assign]
 
     def check_values(self) -> int:

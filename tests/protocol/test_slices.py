@@ -21,7 +21,7 @@ from p2ptrain.algorithms.transfers import Pieces, Transfer, Transfers, in_pieces
 from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.exchange import slices
 from p2ptrain.protocol.exchange.slices import SHARE
-from p2ptrain.protocol.exchange.types import Epoch, Landed, Landing, Push, Snapshot, SnapshotTaken, SnapshotWanted
+from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingDone, Push, Snapshot, SnapshotTaken, SnapshotWanted
 from tests.protocol.hearing import hear
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_exchange import SPACE, STEP_S, Bench, landing, push_plan
@@ -49,7 +49,7 @@ class SlowBench(Bench):
         self.landed: list[Landing] = []
         super().__init__(**kwargs)
         hear(self.exchange, {SnapshotTaken: self.snapshots.append})
-        hear(self.exchange, {Landed: lambda landed, held_s: self.landed.append(landed)})
+        hear(self.exchange, {LandingDone: lambda landed, held_s: self.landed.append(landed)})
         self.steps(2)
 
     def transfers(self, view: ParameterView, side: SideStream | None) -> Transfers:

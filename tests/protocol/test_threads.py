@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import threading
@@ -13,12 +14,13 @@ import pytest
 import torch
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
+from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
@@ -84,13 +86,13 @@ class ThreadedPeer:
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             return Node(
-                Run(RUN),
+                RunSpec(RUN),
                 NetworkAccess(transport, network.directory(name), transport.bulk),
-                LocalRules(),
-                Start(incarnation_of(f"{name}.1", number), random.Random(name), may_found, restored),
+                LocalPolicy(),
+                NodeStart(incarnation_of(f"{name}.1", number), random.Random(name), may_found, restored),
                 exchange=self.exchange,
                 buffers=ModelBuffers(bytes, load_no_buffers),
-                records=Records(record, EventLog(time.time)),
+                telemetry=Telemetry(record, EventLog(time.time), ErrorLog(logging.getLogger(__name__))),
                 compute=self.workers,
             )
 

@@ -32,7 +32,7 @@ from p2ptrain.signals import SIGNALS, interrupt_on_signals
 from p2ptrain.training import checkpoint, job
 from p2ptrain.training.data.prepare import prepare
 from p2ptrain.training.data.tokenizer_file import train_tokenizer
-from p2ptrain.training.join import check_settings, join_run
+from p2ptrain.training.join import check_local, join_run
 from p2ptrain.training.models import build
 from p2ptrain.training.take_part import _size_line
 from p2ptrain.training.trainer import Trainer, TrainingData
@@ -60,7 +60,7 @@ def _join(*, environ: dict[str, str] | None = None, **given: str) -> list[str]:
     settings = merge(
         {name: (text,) if name == "initial_peers" else text for name, text in flags.items()}, environ or {}
     )
-    join_run(settings, check_settings(settings), say=lines.append, on_progress=lambda progress: None)
+    join_run(settings, check_local(settings), say=lines.append, on_progress=lambda progress: None)
     # The runs here are short on purpose.
     return [line for line in lines if not (line.startswith("warning: ") and line.endswith("or more --steps"))]
 

@@ -1,9 +1,10 @@
 """The synchronous part of `Peer.step()`: merges fragments (`merging.py`), gathers pushes (`pushing.py`), takes
 snapshots (`snapshots.py`), and lands rounds.
 
-Only an `Exchange` changes the model, and only inside `step()`, on the training thread. The node runs elsewhere (on the
-network thread, or on the same thread under virtual time). They communicate through a bounded inbox, single slots that
-one side fills and the other empties, and the events of `types.ToNode`, which the node receives on its own thread.
+Only an `Exchange` changes the model, on the training thread, and only inside `step()`, `idle()` and `finish_landing()`.
+The node runs elsewhere (on the network thread, or on the same thread under virtual time). They communicate through a
+bounded inbox, single slots that one side fills and the other empties, and the events of `types.ExchangeEvent`, which
+the node receives on its own thread.
 
 Weights on a GPU are copied beside training (`algorithms/transfers.py`): a step starts a transfer, and a later one
 finishes it. The order of a step's parts is the same. A round that is landing has the old epoch until a step applies it,
@@ -22,9 +23,10 @@ Ctrl-C waits for the end of a step: an exception at an arbitrary place could mak
 An error of a transfer, such as missing memory on a GPU, costs that fragment. A snapshot or a landing is tried again at
 the next step; until the round has landed, the node waits for it, so that this peer joins no further one.
 
-The slots and the position are written by both sides, under one lock, which is never held while tensors are read or
-written. The epoch is replaced as a whole, also under the lock; reading it needs none. Everything else is written by the
-training thread alone.
+The position, the landing and each slot (`Pusher`, `Snapshotter`, `Inbox`) are written by both sides, each under a lock
+of its own, which is never held while tensors are read or written. The epoch is replaced as a whole, also under the
+lock; reading it needs none. The node attaches and detaches the listener. Everything else is written by the training
+thread alone.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Exchange:
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's thread, soon.
         cpu_clock: CPU seconds of the thread that calls it; simulations leave it out, and gossip costs nothing there.
-        losses: what a simulation loses.
+        drops: what a simulation loses.
 
     Attributes:
         epoch: the last resolved round in the weights.
@@ -92,7 +94,7 @@ class Exchange:
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
         cpu_clock: Callable[[], float] = lambda: 0.0,
-        losses: types.Losses = types.NO_LOSSES,
+        drops: types.Drops = types.NO_DROPS,
     ) -> None:
         self.space = view.space
         self.view = view
@@ -108,7 +110,7 @@ class Exchange:
         self.step_s = 0.0
         self.cpu_clock = cpu_clock
         self.tokens = 0
-        self.losses = losses
+        self.drops = drops
         # Tokens in this peer's share, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
         self._is_pairwise = run.is_pairwise
@@ -138,7 +140,8 @@ class Exchange:
         self._position = Position(run.sync_every, run.total_steps, run.sync_every)
         self._told_due = False
         self._landing: types.Landing | None = None
-        self.detach()
+        # The node's.
+        self._listener: types.ExchangeListener | None = None
 
     def new_state(self, *, lands: bool = False) -> AnchorState:
         """A zero state of the shape that rounds agree on. `lands`: a GPU may copy from its anchor."""
@@ -175,13 +178,13 @@ class Exchange:
         """Whether a resolved round waits for the next step."""
         return self._landing is not None
 
-    def attach(self, receive: Callable[[types.ToNode], None]) -> None:
-        """Tell a node what happens here, on its thread."""
-        self._receive = receive
+    def attach(self, listener: types.ExchangeListener) -> None:
+        """Deliver events to a node, on its thread, until `detach`."""
+        self._listener = listener
 
     def detach(self) -> None:
-        """Disconnect the node and forget its requests; a landing that was set still lands."""
-        self._receive = lambda event: None
+        """Deliver no more events, and forget the node's requests; a landing that was set still lands."""
+        self._listener = None
         self.want_snapshot(None)
         self._pusher.offer(None)
         with self._lock:
@@ -267,13 +270,13 @@ class Exchange:
             took_plan = self._pusher.begin(start, self.fragment_rate, self.epoch, self.steps)
         sent = self._push()
         if took_plan:
-            self._tell(types.PlanTaken(start))
+            self._tell(types.PushBegun(start))
         self._snapshot(step_slice)
         with self._lock:
             becomes_due = self._position.due and not self._told_due
             self._told_due |= becomes_due
         if becomes_due:
-            self._tell(types.Due())
+            self._tell(types.RoundDue())
         end = self._clock()
         self._last_end_s = end
         return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
@@ -338,7 +341,7 @@ class Exchange:
             self._told_due = False
             self._landing = None
         held_s, self._landing_s = self._landing_s + self._clock() - start, 0.0
-        self._tell(types.Landed(landing, held_s))
+        self._tell(types.LandingDone(landing, held_s))
         return landing.report
 
     def _apply(self, landing: types.Landing, step_slice: Slice) -> bool:
@@ -377,20 +380,17 @@ class Exchange:
         self._tell(types.SnapshotTaken(*arrived))
 
     def _tell_outlier(self, sender: str) -> None:
-        self._tell(types.Outlier(sender))
+        self._tell(types.OutlierFound(sender))
 
-    def _tell(self, event: types.ToNode) -> None:
-        """Let the node receive an event, on its thread. An exception is logged once."""
+    def _tell(self, event: types.ExchangeEvent) -> None:
+        """Post an event to the node. What it raises is logged once."""
 
-        def receive() -> None:
+        def deliver() -> None:
             # A snapshot may have been withdrawn or replaced while the weights were read.
             if isinstance(event, types.SnapshotTaken) and not self._snapshotter.is_wanted(event.wanted):
                 return
-            try:
-                self._receive(event)
-            except Exception as error:
-                self._errors.note(f"telling the network side of {type(event).__name__}", error)
-                if isinstance(event, types.Landed):
-                    self._receive(types.Failed(error))
+            if self._listener is not None:
+                with self._errors.containing(f"delivering {type(event).__name__}"):
+                    self._listener.receive(event)
 
-        self._post(receive)
+        self._post(deliver)

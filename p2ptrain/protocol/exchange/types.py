@@ -1,7 +1,7 @@
 """Values passed between the training thread and the node.
 
-An exchange tells its node the events of `ToNode`, which `Node` matches in one place. The node sets one `PushPlan`, one
-`SnapshotWanted` and one `Landing` at a time for the next step.
+An exchange tells its node the events of `ExchangeEvent`, which `Node` matches in one place. The node sets one
+`PushPlan`, one `SnapshotWanted` and one `Landing` at a time for the next step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,7 @@ class Landing:
     leaves θ unchanged. The next interval counts from step `snapshot_steps` (None: from now). `included_tokens` are no
     longer outstanding: the round averaged them in.
 
-    The node owns `buffer`; the training thread, or a GPU, only reads it, until `Landed`. Once an "add" has landed,
+    The node owns `buffer`; the training thread, or a GPU, only reads it, until `LandingDone`. Once an "add" has landed,
     the pages of its buffer are returned, unless they are pinned: nobody may read it again. The buffer of a "write" is
     the live anchor.
     """
@@ -118,13 +118,15 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class RoundDue:
     """A round is due."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlanTaken:
-    """Gathering the offered push began at `began_s`. Its `Push` comes earlier if that took no waiting, else later."""
+class PushBegun:
+    """Gathering the offered plan began at `began_s`. Its `Push` came before if it was gathered at once, else it comes
+    after a later step.
+    """
 
     began_s: float
 
@@ -138,7 +140,7 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class LandingDone:
     """A round has landed, which blocked training for `held_s` seconds."""
 
     landing: Landing
@@ -146,31 +148,30 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The node has raised `error` when it was told `Landed`, so it cannot go on."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Outlier:
+class OutlierFound:
     """Fragments of `sender` were refused 100 times in a row."""
 
     sender: str
 
 
-ToNode = Due | PlanTaken | Push | SnapshotTaken | Landed | Failed | Outlier
+ExchangeEvent = RoundDue | PushBegun | Push | SnapshotTaken | LandingDone | OutlierFound
+
+
+class ExchangeListener(Protocol):
+    """What an exchange tells, a node receives."""
+
+    def receive(self, event: ExchangeEvent) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
-    """Whether a simulation loses a received fragment, and the outer gradient of an interval (DiLoCo, figure 8)."""
+class Drops:
+    """Simulated loss: whether to drop a received fragment, and the outer gradient of an interval (DiLoCo, figure 8)."""
 
     fragment: Callable[[], bool] = lambda: False
     gradient: Callable[[], bool] = lambda: False
 
 
-NO_LOSSES = Losses()
+NO_DROPS = Drops()
 
 
 @dataclass(frozen=True)

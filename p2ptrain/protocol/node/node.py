@@ -9,21 +9,21 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 import trio
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import (
-    Due,
-    Failed,
-    Landed,
-    Outlier,
-    PlanTaken,
+    ExchangeEvent,
+    LandingDone,
+    OutlierFound,
     Push,
+    PushBegun,
+    RoundDue,
     RoundReport,
     SnapshotTaken,
-    ToNode,
 )
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.handshake import TRAINER
@@ -33,7 +33,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
-from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
+from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.requests import PROGRESS_S, RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.push_pace import PushPace
@@ -61,44 +61,49 @@ class Node:
     """A training peer. `run_forever` joins or founds the run, then serves it until cancelled.
 
     Args:
+        run: its settings, tokenizer and key.
+        network: streams, the directory of peers, bulk connections.
+        policy: peers to trust and refuse, time-outs, CPU limits.
+        start: its name, its random choices, and what it starts from.
         exchange: connects it to the model.
+        buffers: of the model, which joiners download.
+        telemetry: where it writes what happens.
         compute: runs work in worker threads.
     """
 
     def __init__(
         self,
-        run: Run,
+        run: RunSpec,
         network: NetworkAccess,
-        rules: LocalRules,
-        start: Start,
+        policy: LocalPolicy,
+        start: NodeStart,
         *,
         exchange: Exchange,
         buffers: ModelBuffers,
-        records: Records,
+        telemetry: Telemetry,
         compute: Compute,
     ) -> None:
         config, transport, rng = run.config, network.transport, start.rng
         self.run = config
         self.peer_id: PeerId = transport.peer_id
         self.incarnation = start.incarnation
-        self.compute = compute
         self.ready = trio.Event()
         self.alive: tuple[PeerId, ...] = ()
         self.met_others = False
         self._transport = transport
         self._exchange = exchange
-        self._events = records.write
+        self._events = telemetry.write
         self._digest = config.digest
         self.state = exchange.new_state(lands=True)
         self.links = Links(
             transport,
             self._hello,
             self,
-            peer_timeout_s=rules.peer_timeout_s,
-            chosen=rules.chosen,
+            peer_timeout_s=policy.peer_timeout_s,
+            chosen=policy.chosen,
             closed=run.closed,
-            refusal=rules.refusal,
-            errors=records.errors,
+            refusal=policy.refusal,
+            errors=telemetry.errors,
             bulk=network.bulk,
         )
         self._bulk = network.bulk
@@ -113,7 +118,7 @@ class Node:
             self.state,
             exchange,
             compute,
-            records.errors,
+            telemetry.errors,
             host=self,
             swarm_size=lambda: self.membership.size.estimate if self.membership.is_large else 0.0,
         )
@@ -125,71 +130,77 @@ class Node:
             in_round=lambda: engine.round_state.member is not None or engine.committer.resolving,
         )
         self.membership = Membership(
-            self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rules.chosen, rounds
+            self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, policy.chosen, rounds
         )
         self.state_sync = StateSync(
             self.engine,
             self.membership,
             load_buffers=buffers.load,
-            record=records.write,
+            record=telemetry.write,
             may_found=start.may_found,
             restored=start.restored,
             rng=rng,
-            pins=rules.pins,
+            pins=policy.pins,
         )
-        self._pace = PushPace(rules.gossip_budget)
+        self._pace = PushPace(policy.gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if config.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None
         if config.is_pairwise:
-            self.pairwise = Pairwise(self.engine, rng, records.write, lambda: self.membership.undecided)
-        self._server = RequestServer(self.engine, self.pairwise, buffers.read, records.event_log, run.tokenizer)
+            self.pairwise = Pairwise(self.engine, rng, telemetry.write, lambda: self.membership.undecided)
+        self._server = RequestServer(self.engine, self.pairwise, buffers.read, telemetry.event_log, run.tokenizer)
         self._leaving = False
         self._nursery: trio.Nursery | None = None
-        exchange.attach(self._receive)
 
     async def run_forever(self) -> None:
         """Join or found the run, set `ready`, and take part until cancelled.
 
         Raises ConfigError if the run's state cannot be obtained; `ready` is not set then.
         """
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            await nursery.start(self.links.run)
-            nursery.start_soon(self.membership.run_forever)
-            await self.state_sync.joining.establish()
-            self.membership.settle()
-            await nursery.start(self.engine.run_forever)
-            if self.pairwise is not None:
-                await self.pairwise.begin()
-                nursery.start_soon(self.pairwise.run_forever)
-            if self._gossip is not None:
-                nursery.start_soon(self._gossip.run_forever)
-            nursery.start_soon(self._record_fragments)
-            nursery.start_soon(self.state_sync.keep_up)
-            self.ready.set()
+        self._exchange.attach(self)
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await nursery.start(self.links.run)
+                nursery.start_soon(self.membership.run_forever)
+                await self.state_sync.joining.establish()
+                self.membership.settle()
+                await nursery.start(self.engine.run_forever)
+                if self.pairwise is not None:
+                    await self.pairwise.begin()
+                    nursery.start_soon(self.pairwise.run_forever)
+                if self._gossip is not None:
+                    nursery.start_soon(self._gossip.run_forever)
+                nursery.start_soon(self._record_fragments)
+                nursery.start_soon(self.state_sync.keep_up)
+                self.ready.set()
+        finally:
+            self._exchange.detach()
 
     def _admits(self, peer_id: PeerId) -> bool:
         """Whether fragments of a peer are merged."""
         return self.engine.context.recent.admits(peer_id)
 
-    def _receive(self, event: ToNode) -> None:
+    def receive(self, event: ExchangeEvent) -> None:
         """Pass on what has happened in the training thread."""
         match event:
-            case Due():
+            case RoundDue():
                 self.engine.changed()
-            case SnapshotTaken(wanted, snapshot):
-                taker = self.pairwise if wanted.for_pair and self.pairwise is not None else self.engine
-                taker.take_snapshot(snapshot)
-            case Landed(landing, held_s):
-                self.engine.committer.landed(landing, held_s)
-            case Failed(error):
-                self._fail(error)
-            case PlanTaken(began_s) if self._gossip is not None:
-                self._gossip.plan_taken(began_s)
-            case Push() if self._gossip is not None:
-                self._gossip.send(event)
-            case Outlier(sender) if self._gossip is not None:
-                self._gossip.end_link(sender)
+            case SnapshotTaken(wanted, snapshot) if wanted.for_pair:
+                assert self.pairwise is not None
+                self.pairwise.take_snapshot(snapshot)
+            case SnapshotTaken(_, snapshot):
+                self.engine.take_snapshot(snapshot)
+            case LandingDone(landing, held_s):
+                try:
+                    self.engine.committer.landed(landing, held_s)
+                except Exception as error:
+                    self._fail(error)
+                    raise
+            case PushBegun() | Push() | OutlierFound():
+                assert self._gossip is not None
+                self._gossip.receive(event)
+            case _:
+                assert_never(event)
 
     def _fail(self, error: Exception) -> None:
         """End this node with an exception."""

@@ -80,7 +80,6 @@ class NodeRunner:
         while True:
             began_s = trio.current_time()
             error = await self._live()
-            self._exchange.detach()
             cause = innermost(error)
             if isinstance(cause, ConfigError) and not self.last_ready.ready.is_set():
                 self.failure = cause

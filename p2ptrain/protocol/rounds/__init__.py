@@ -1,6 +1,7 @@
 """The round protocol: one outer all-reduce, decided by a quorum; any member may fail at any message.
 
-- `deciding` decides: pure functions of state, message and time. It knows no link, task or clock.
+- `deciding` decides, without tasks. `consensus` (single-decree Paxos for each lineage and round), `record`, `policy`,
+  `averaging` and `grid` are pure functions; `schedule` and `lineage` read the live links through the context.
 - `moving` carries the bytes: chunks of outer gradients to the reducers, means back.
 - `landing` connects to the weights: the snapshot that a round begins with, the outer step that it ends with.
 - `driver` has the head, and acts when it is time. `attempts` passes events to the consensus and carries out its
@@ -20,6 +21,7 @@ One round, and where to read it. A leader is a member too.
 | fetch what is missing, check it, Ready | each member | `commit.RecordFetcher`, `record`, `guard` |
 | Commit | the leader | `consensus` |
 | outer step, landing in `peer.step()` | each peer | `commit.Committer`, `outer_step` |
+| Landed: the new head, signed | each voter | `proof.HeadVotes`, `driver` |
 | audit | one contributor | `audit` |
 
 Errors: in a member's or leader's task, one costs that attempt; when applying a decided round, one costs a retry, or a

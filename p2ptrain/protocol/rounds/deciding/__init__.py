@@ -1,4 +1,4 @@
-"""What is decided in a round, without tasks, links and clocks. Begin with `consensus`.
+"""What is decided in a round, without tasks. Begin with `consensus`.
 
 `consensus` decides the round after a head: `step(state, event, now)` returns the new state and a list of effects
 (`events`). `proof` says who votes, and what peers sign. `schedule` decides when we are due and who leads, `timeouts`

@@ -218,7 +218,7 @@ class SnapshotTaker:
         """The snapshot of this round, taken now if needed; None if training did not take it in time."""
         if not self._asked_loss:
             self._asked_loss = True
-            if self._context.exchange.losses.gradient():
+            if self._context.exchange.drops.gradient():
                 self.sits_out = "its outer gradient was lost"
         if self.sits_out:
             return None

@@ -1,12 +1,11 @@
-"""What a node is given: what the run is, what the network offers, and what the user of this machine asks for."""
+"""Constructor arguments of `Node`, grouped by who provides them: the run, the network, the user of this machine."""
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.event_log.event_log import EventLog
@@ -19,7 +18,7 @@ from p2ptrain.settings.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSpec:
     """What the run is.
 
     Attributes:
@@ -49,8 +48,8 @@ class NetworkAccess:
 
 
 @dataclass(frozen=True)
-class LocalRules:
-    """What the user of this machine asks for, and allows.
+class LocalPolicy:
+    """Local settings: trusted and refused peers, time-outs, CPU limits.
 
     Attributes:
         chosen: ids of the user's initial peers.
@@ -58,7 +57,6 @@ class LocalRules:
         refusal: whom the user refuses, and why.
         peer_timeout_s: seconds without a message before a peer is considered lost.
         gossip_budget: cores that gossip may keep busy; infinite: a push at every step.
-        worker_threads: threads for the work of rounds.
     """
 
     chosen: Collection[PeerId] = ()
@@ -66,11 +64,10 @@ class LocalRules:
     refusal: Refusal = no_refusal
     peer_timeout_s: float = PEER_TIMEOUT_S
     gossip_budget: float = math.inf
-    worker_threads: int = 1
 
 
 @dataclass(frozen=True)
-class Start:
+class NodeStart:
     """How one node of a peer starts.
 
     Attributes:
@@ -95,7 +92,7 @@ class ModelBuffers:
 
 
 @dataclass(frozen=True)
-class Records:
+class Telemetry:
     """Where a node writes what happens.
 
     Attributes:
@@ -106,4 +103,4 @@ class Records:
 
     write: Callable[..., None]
     event_log: EventLog
-    errors: ErrorLog = field(default_factory=lambda: ErrorLog(logging.getLogger("p2ptrain.protocol.node.node")))
+    errors: ErrorLog

@@ -8,12 +8,12 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.network import MemoryStream
-from p2ptrain.protocol.links import links, places, receive_budget, requests, strikes
+from p2ptrain.protocol.links import frame_reader, links, places, requests, strikes
+from p2ptrain.protocol.links.frame_reader import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES, OBSERVER
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.outbox import MAX_BULK_QUEUE_BYTES, MAX_CONTROL_QUEUE_BYTES, Traffic
 from p2ptrain.protocol.links.places import MAX_GREETING, MAX_GREETING_OF_ONE
-from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.wire.frames import MAX_COMPRESSED_CHUNK_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request
@@ -516,4 +516,4 @@ def test_a_transport_that_fails_is_a_peer_that_cannot_be_reached(caplog: pytest.
 
 
 def test_the_budget_is_what_the_documentation_says() -> None:
-    assert receive_budget.MAX_RECEIVE_BYTES == 64 * MIB
+    assert frame_reader.MAX_RECEIVE_BYTES == 64 * MIB

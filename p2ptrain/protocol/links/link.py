@@ -19,10 +19,9 @@ import trio
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.bulk_connection import BulkConnection
 from p2ptrain.protocol.links.flow_control import FlowControl
-from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.frame_reader import FrameReader, ReceiveBudget
 from p2ptrain.protocol.links.outbox import LinkCounters, Outbox, Traffic
 from p2ptrain.protocol.links.rates import MessageRates
-from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import (
     Ack,

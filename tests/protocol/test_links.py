@@ -10,10 +10,10 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
+from p2ptrain.protocol.links.limits import MAX_STRIKES, STRIKE_S
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import HELLO_TIMEOUT_S
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.links.strikes import MAX_STRIKES, STRIKE_S
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import (
     Ack,

@@ -20,8 +20,8 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.bulk_connection import BulkConnection
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.frame_reader import FrameReader, ReceiveBudget
+from p2ptrain.protocol.links.limits import MessageRates
 from p2ptrain.protocol.links.outbox import LinkCounters, Outbox, Traffic
-from p2ptrain.protocol.links.rates import MessageRates
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import (
     Ack,

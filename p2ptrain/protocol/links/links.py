@@ -22,12 +22,19 @@ from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, Wire
 from p2ptrain.protocol.links.bulk import BulkConnections
 from p2ptrain.protocol.links.frame_reader import ReceiveBudget
 from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Handshake
+from p2ptrain.protocol.links.limits import (
+    MAX_REASON,
+    MAX_STRIKES,
+    STRIKE_S,
+    PeerRates,
+    Strikes,
+    Struck,
+    excess_observers,
+    greeting_to_end,
+)
 from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkSetup
 from p2ptrain.protocol.links.outbox import LinkCounters
-from p2ptrain.protocol.links.places import excess_observers, greeting_to_end
-from p2ptrain.protocol.links.rates import PeerRates
 from p2ptrain.protocol.links.requests import Requests
-from p2ptrain.protocol.links.strikes import MAX_REASON, MAX_STRIKES, STRIKE_S, Strikes, Struck
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message

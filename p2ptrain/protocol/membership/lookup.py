@@ -29,9 +29,9 @@ from p2ptrain.errors import (
     WireError,
 )
 from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER
+from p2ptrain.protocol.links.limits import MAX_REASON, Struck
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.links.strikes import MAX_REASON, Struck
 from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE, FIRST_DIAL_S
 from p2ptrain.protocol.membership.peer_records import BUCKETS, bucket_of, decode_record, member_key

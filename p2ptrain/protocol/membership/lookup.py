@@ -28,7 +28,7 @@ from p2ptrain.errors import (
     UnreachableError,
     WireError,
 )
-from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER
+from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Admission
 from p2ptrain.protocol.links.limits import MAX_REASON, Struck
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
@@ -297,7 +297,7 @@ async def observer_links(
     """Links of an observer."""
     # The time distinguishes several observers with one identity.
     hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, (), b"")
-    links = Links(transport, lambda: hello, _ObserverEvents(), closed=closed, refusal=refusal)
+    links = Links(transport, lambda: hello, _ObserverEvents(), admission=Admission(closed=closed, refusal=refusal))
     async with trio.open_nursery() as nursery:
         await nursery.start(links.run)
         yield links

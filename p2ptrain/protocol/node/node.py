@@ -26,7 +26,7 @@ from p2ptrain.protocol.exchange.types import (
     ToNode,
 )
 from p2ptrain.protocol.gossip import Gossip
-from p2ptrain.protocol.links.handshake import TRAINER
+from p2ptrain.protocol.links.handshake import TRAINER, Admission
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
 from p2ptrain.protocol.links.outbox import Traffic
@@ -94,10 +94,8 @@ class Node:
             transport,
             self._hello,
             self,
+            admission=Admission(rules.chosen, run.closed, rules.refusal),
             peer_timeout_s=rules.peer_timeout_s,
-            chosen=rules.chosen,
-            closed=run.closed,
-            refusal=rules.refusal,
             errors=records.errors,
             bulk=network.bulk,
         )

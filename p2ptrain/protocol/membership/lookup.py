@@ -32,9 +32,8 @@ from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Admission
 from p2ptrain.protocol.links.limits import MAX_REASON, Struck
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.closed_directory import directory_of
+from p2ptrain.protocol.membership.directory import BUCKETS, bucket_of, decode_record, directory_of, member_key
 from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE, FIRST_DIAL_S
-from p2ptrain.protocol.membership.peer_records import BUCKETS, bucket_of, decode_record, member_key
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.membership.settings_answers import SettingsAnswers
 from p2ptrain.protocol.wire.closed_run import ClosedRun

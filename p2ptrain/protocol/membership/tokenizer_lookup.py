@@ -13,7 +13,7 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, WireError
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.closed_directory import directory_of
+from p2ptrain.protocol.membership.directory import directory_of
 from p2ptrain.protocol.membership.lookup import Members, find_members, observer_links
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import Directory, PeerId, Refusal, Transport, no_refusal

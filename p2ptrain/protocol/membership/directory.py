@@ -1,19 +1,24 @@
-"""Records in the directory: each member announces itself with one, and renews it.
+"""The directory of a run: each member announces itself there with a record, and renews it.
 
-A hash of the peer id spreads them over 16 keys, which keeps each key small.
+A hash of the peer id spreads the records over 16 keys, which keeps each key small.
+
+In a closed run, names are derived from the run key and values are encrypted. A stranger cannot compute the names, so it
+cannot list the run. A node that stores the records sees the names, which peers store records under one name, how large
+the records are, and when. What others write there is ignored.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.links.handshake import TRAINER
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import MAX_MADDRS, Maddrs, Name
 from p2ptrain.protocol.wire.transport import Directory, PeerId
 
@@ -58,3 +63,27 @@ async def keep_announced(
         if stored:
             announced.set()
         await trio.sleep(ANNOUNCE_EVERY_S if stored else 1.0)
+
+
+class ClosedDirectory:
+    """Implements `Directory` over another one, for the peer `me`. Ignores values that no member has sealed."""
+
+    def __init__(self, directory: Directory, closed: ClosedRun, me: PeerId) -> None:
+        self._directory = directory
+        self._closed = closed
+        self._me = me
+
+    async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
+        name = self._closed.hidden_name(key)
+        return await self._directory.announce(name, self._closed.seal(value, name, self._me), expires_in_s)
+
+    async def lookup(self, key: str) -> Mapping[PeerId, bytes]:
+        name = self._closed.hidden_name(key)
+        found = await self._directory.lookup(name)
+        values = {owner: self._closed.unseal(value, name, owner) for owner, value in found.items()}
+        return {owner: value for owner, value in values.items() if value is not None}
+
+
+def directory_of(directory: Directory, closed: ClosedRun | None, me: PeerId) -> Directory:
+    """The directory as members of a run use it."""
+    return directory if closed is None else ClosedDirectory(directory, closed, me)

@@ -19,16 +19,7 @@ from p2ptrain.protocol.links.limits import MessageRates
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, LinkSetup
 from p2ptrain.protocol.links.outbox import MAX_CONTROL_QUEUE, MAX_FRAGMENT_QUEUE, Traffic
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES, decode_prefix, encode_frame
-from p2ptrain.protocol.wire.messages import (
-    Ack,
-    Attempt,
-    Beat,
-    Contribution,
-    Due,
-    Fragment,
-    Leave,
-    Message,
-)
+from p2ptrain.protocol.wire.messages import Ack, Attempt, Beat, Contribution, Due, Fragment, Leave, Message
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import Endpoint, hello_of, linked_pair, until
 

@@ -15,16 +15,7 @@ from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import HELLO_TIMEOUT_S
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.wire.frames import encode_frame
-from p2ptrain.protocol.wire.messages import (
-    Ack,
-    Answer,
-    Beat,
-    Due,
-    Hello,
-    Leave,
-    Message,
-    Request,
-)
+from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Due, Hello, Leave, Message, Request
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import Endpoint, endpoints, hello_of, linked_pair, start_endpoint, until
 

@@ -24,17 +24,7 @@ from p2ptrain.protocol.links.limits import (
     PeerRates,
 )
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
-from p2ptrain.protocol.wire.messages import (
-    MAX_BEAT_MEMBERS,
-    Ack,
-    Beat,
-    Due,
-    Fragment,
-    Message,
-    Request,
-    pack,
-    unpack,
-)
+from p2ptrain.protocol.wire.messages import MAX_BEAT_MEMBERS, Ack, Beat, Due, Fragment, Message, Request, pack, unpack
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 from tests.protocol.wiring import endpoints, linked_pair, until

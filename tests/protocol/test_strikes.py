@@ -11,7 +11,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links import limits
 from p2ptrain.protocol.links.limits import MAX_STRIKES, STRIKE_S, Strikes, Struck
-from p2ptrain.protocol.membership.lookup import list_members, parse_relayed, parse_strikes
+from p2ptrain.protocol.membership.status import list_members, parse_relayed, parse_strikes
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 from tests.protocol.wiring import linked_pair, until

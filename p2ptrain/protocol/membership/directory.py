@@ -28,6 +28,8 @@ BUCKETS = 16
 # Records outlive two missed announcements.
 ANNOUNCE_EVERY_S = 10.0
 RECORD_TTL_S = 30.0
+# Addresses and role of announced members.
+Members = dict[PeerId, tuple[tuple[str, ...], str]]
 
 
 def member_key(run_id: str, bucket: int) -> str:
@@ -87,3 +89,19 @@ class ClosedDirectory:
 def directory_of(directory: Directory, closed: ClosedRun | None, me: PeerId) -> Directory:
     """The directory as members of a run use it."""
     return directory if closed is None else ClosedDirectory(directory, closed, me)
+
+
+async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members:
+    """Addresses and role of all other members of a run."""
+    found: Members = {}
+
+    async def look(bucket: int) -> None:
+        for peer_id, value in (await directory.lookup(member_key(run_id, bucket))).items():
+            record = decode_record(value)
+            if record is not None and peer_id != me and bucket_of(peer_id) == bucket:
+                found[peer_id] = record
+
+    async with trio.open_nursery() as nursery:
+        for bucket in range(BUCKETS):
+            nursery.start_soon(look, bucket)
+    return found

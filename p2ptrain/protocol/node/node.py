@@ -32,7 +32,7 @@ from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
-from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
+from p2ptrain.protocol.membership.status import PeerStatus, describe
 from p2ptrain.protocol.node.given import LocalRules, ModelBuffers, NetworkAccess, Records, Run, Start
 from p2ptrain.protocol.node.requests import PROGRESS_S, RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise

@@ -21,7 +21,6 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.pairwise.others import linked_others, others_step
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.moving.part_store import fetch_pipelined
 from p2ptrain.protocol.wire.messages import Answer, Request
@@ -165,3 +164,18 @@ async def serve_chunk(link: Link, request: Request, anchor: Array | None) -> Non
 def _rows(index: int) -> slice:
     """The blocks of a chunk of an anchor."""
     return slice(index * STATE_CHUNK_BLOCKS, (index + 1) * STATE_CHUNK_BLOCKS)
+
+
+def linked_others(context: RoundContext) -> list[Link]:
+    """The links to the live peers of our lineage that hold its state."""
+    links = (context.links.get(peer_id) for peer_id in context.host.trainers())
+    return [link for link in links if link is not None]
+
+
+def others_step(others: Sequence[Link]) -> int:
+    """The step that more than a third of these peers have reached; 0 without any. So a third of liars cannot raise it.
+
+    Steps are claims. New members, which are at 0, lower it only if they are two thirds.
+    """
+    steps = sorted(link.beat.step for link in others if link.beat is not None)
+    return steps[(2 * len(steps) - 1) // 3] if steps else 0

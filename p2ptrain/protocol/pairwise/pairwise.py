@@ -26,11 +26,9 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.pairwise.joining import AnchorCopier, serve_chunk
+from p2ptrain.protocol.pairwise.joining import AnchorCopier, linked_others, others_step, serve_chunk
 from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer, on_offer, recent_partners
-from p2ptrain.protocol.pairwise.others import linked_others, others_step
-from p2ptrain.protocol.pairwise.partner import PartnerWeights
-from p2ptrain.protocol.pairwise.swap import Swaps
+from p2ptrain.protocol.pairwise.swap import PartnerWeights, Swaps
 from p2ptrain.protocol.rounds.deciding.record import MOST_INTERVAL
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer, PairWeights, Request

@@ -88,10 +88,9 @@ class Membership:
         me: PeerId,
         maddrs: Callable[[], Sequence[str]],
         rng: random.Random,
-        chosen: Collection[PeerId] = (),
         rounds: RoundPeers = EVERYBODY,
     ) -> None:
-        """`maddrs` gives our current addresses; `chosen` are the user's initial peers, which are dialled first."""
+        """`maddrs` gives our current addresses. The initial peers of the user are dialled first."""
         self.rounds = rounds
         self.known: dict[PeerId, KnownPeer] = {}
         self.looked_up = trio.Event()
@@ -108,7 +107,7 @@ class Membership:
         self._listed: list[PeerId] = []
         self._listed_s = -math.inf
         self._told_private = False
-        self._chosen = frozenset(chosen)
+        self._chosen = links.chosen
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False

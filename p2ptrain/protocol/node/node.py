@@ -123,7 +123,7 @@ class Node:
             in_round=lambda: engine.round_state.member is not None or engine.committer.resolving,
         )
         self.membership = Membership(
-            self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rules.chosen, rounds
+            self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rounds
         )
         self.state_sync = StateSync(
             self.engine,
@@ -139,7 +139,7 @@ class Node:
         self._gossip = Gossip(context, rng, self._admits, self._pace) if config.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None
         if config.is_pairwise:
-            self.pairwise = Pairwise(self.engine, rng, records.write, lambda: self.membership.undecided)
+            self.pairwise = Pairwise(self.engine, rng, records.write, self.membership)
         self._server = RequestServer(self.engine, self.pairwise, buffers.read, records.event_log, run.tokenizer)
         self._leaving = False
         self._nursery: trio.Nursery | None = None

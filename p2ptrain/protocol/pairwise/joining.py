@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
+from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.moving.part_store import fetch_pipelined
 from p2ptrain.protocol.wire.messages import Answer, Request
@@ -48,16 +49,12 @@ class Copied:
 
 
 class AnchorCopier:
-    """Copies the anchor of a peer that is ahead of us.
+    """Copies the anchor of a peer that is ahead of us."""
 
-    Args:
-        undecided: whether some known member was not dialled yet.
-    """
-
-    def __init__(self, context: RoundContext, rng: random.Random, undecided: Callable[[], bool]) -> None:
+    def __init__(self, context: RoundContext, rng: random.Random, membership: Membership) -> None:
         self._context = context
         self._rng = rng
-        self._undecided = undecided
+        self._membership = membership
 
     async def copy(self) -> Copied | None:
         """The checked anchor of a peer that is more than an interval ahead; None once there is no such peer."""
@@ -80,7 +77,7 @@ class AnchorCopier:
 
     def _meets_more(self) -> bool:
         """Whether a known member is not linked yet, or has sent no Beat."""
-        return self._undecided() or any(link.beat is None for link in self._context.links.trainers())
+        return self._membership.undecided or any(link.beat is None for link in self._context.links.trainers())
 
     def _ahead(self) -> list[Link]:
         """Linked peers that are where the others are, if that is more than an interval ahead of us."""

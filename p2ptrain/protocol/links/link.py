@@ -108,7 +108,21 @@ class _BulkConnection:
 
 
 class Link:
-    """A live peer. Created by `Links` after both sides have sent Hello; closed for good once `lost` is set."""
+    """A live peer. Created by `Links` after both sides have sent Hello; closed for good once `lost` is set.
+
+    Attributes:
+        beat: its last heartbeat, without the members that it named; None before the first.
+        lost_reason: why the link is lost; "" while it is not.
+        left: whether the peer has said that it leaves.
+        streams: how many the link has had.
+        flow: the flow control of its stream.
+        rates: the limits on its messages.
+        opened_s, last_heard: when the link began, and when bytes last came.
+        answered_s: when it last answered a request of ours.
+        joining_until_s: until when rounds may wait for its next request for our state.
+        times_overtaken: how many rounds in a row came before it had that state, as it says.
+        beat_sent_s, beat_gap_s: when we sent our last beat, and how long after the one before that was due.
+    """
 
     def __init__(self, peer_id: PeerId, hello: Hello, setup: LinkSetup, rates: MessageRates) -> None:
         self.peer_id = peer_id
@@ -119,19 +133,16 @@ class Link:
         self.left = False
         self.streams = 0
         self.flow = FlowControl()
-        # When it last answered a request of ours.
         self.answered_s = 0.0
-        # Until when rounds may wait for its next request for our state, and how many rounds came first, as it says.
         self.joining_until_s, self.times_overtaken = -math.inf, 0
         self.opened_s = self.last_heard = trio.current_time()
         self.rates = rates
+        self.beat_sent_s, self.beat_gap_s = -math.inf, 1.0
         self._uses, self._used_s = 0, -math.inf
         self._setup = setup
         self._counters = setup.counters
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)
         self._beat_heard_at = 0.0
-        # When we sent our last beat, and how long after the one before that was due.
-        self.beat_sent_s, self.beat_gap_s = -math.inf, 1.0
         self._readers: list[FrameReader] = []
         self._handling = 0
         self._bulk: list[_BulkConnection] = []

@@ -74,6 +74,9 @@ class Links:
         bulk: opens and accepts bulk connections; None: bulk bytes take the streams.
 
     Attributes:
+        live: the link to each linked peer, the oldest first.
+        counters: bytes and fragments of all links.
+        budget: limits the bytes of incomplete and unread frames of all links.
         chosen: ids of the user's initial peers.
         bulk: the bulk connections.
     """

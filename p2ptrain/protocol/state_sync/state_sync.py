@@ -1,7 +1,7 @@
 """Brings this peer to the run's newest state: at the start (`joining`), and when it has fallen behind.
 
 A peer that missed rounds applies their records. If that is impossible, or the lineage is another one, it replaces its
-whole state. When two lineages meet, their histories decide (`rounds.history`).
+whole state. When two lineages meet, their histories decide (`rounds.deciding.history`).
 """
 
 from __future__ import annotations

@@ -70,21 +70,17 @@ LAST_WORDS_S = 0.2
 Handler = Callable[["Link", Message, bytes], Awaitable[None]]
 
 
-async def _open_none(_: Link) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class LinkSetup:
     """Shared by all links of one peer. A link calls `handler` for each message, and reads on when it returns.
 
-    `open_bulk` returns once it is known whether a link has a bulk connection.
+    `open_bulk` returns once it is known whether a link has a bulk connection; None if there are none.
     """
 
     handler: Handler
     counters: LinkCounters = field(default_factory=LinkCounters)
     budget: ReceiveBudget = field(default_factory=ReceiveBudget)
-    open_bulk: Callable[[Link], Awaitable[None]] = _open_none
+    open_bulk: Callable[[Link], Awaitable[None]] | None = None
     peer_timeout_s: float = PEER_TIMEOUT_S
 
 
@@ -164,7 +160,7 @@ class Link:
         Raises PeerLostError.
         """
         if not isinstance(message, PairWeights):  # which keep to the stream
-            if len(payload) >= BULK_FROM_BYTES:
+            if len(payload) >= BULK_FROM_BYTES and self._setup.open_bulk is not None:
                 await self._setup.open_bulk(self)
             if (connection := self._chosen) is not None:
                 connection.used_s = trio.current_time()

@@ -14,7 +14,7 @@ from torch import nn
 from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.network.lan import Announcement
 from p2ptrain.peer.sinks import Sink
-from p2ptrain.protocol.links.strikes import Struck
+from p2ptrain.protocol.links.limits import Struck
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig

@@ -30,7 +30,7 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
-from p2ptrain.protocol.membership.peer_status import PeerStatus
+from p2ptrain.protocol.membership.status import PeerStatus
 from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import STAY_S, Node
 from p2ptrain.protocol.node.runner import NodeRunner

@@ -26,8 +26,8 @@ from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
 from p2ptrain.peer.worker import default_threads
 from p2ptrain.protocol.event_log.observer import Observer
-from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, MemberInfo, ask_settings, check_key, list_members
-from p2ptrain.protocol.membership.tokenizer_lookup import ask_tokenizer
+from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, ask_settings, ask_tokenizer, check_key
+from p2ptrain.protocol.membership.status import MemberInfo, list_members
 from p2ptrain.protocol.node.config import LocalPolicy, RunSpec
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun

@@ -20,7 +20,7 @@ from p2ptrain.cli.join import COMMON, PairSteps, format_progress
 from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.estimate import estimate_run
-from p2ptrain.protocol.links.strikes import Struck
+from p2ptrain.protocol.links.limits import Struck
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.link import Link
 from p2ptrain.settings.presets import PRESETS

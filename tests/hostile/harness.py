@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from p2ptrain.error_log import ErrorLog
-from p2ptrain.protocol.links.strikes import Strikes
+from p2ptrain.protocol.links.limits import Strikes
 from tests.hostile.liar import Liar, member, stranger
 from tests.hostile.values import Facts
 from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from p2ptrain.monitor.formatting import duration
 from p2ptrain.monitor.liveview import REASONS, LiveView
-from p2ptrain.protocol.membership.peer_status import PeerStatus
+from p2ptrain.protocol.membership.status import PeerStatus
 from p2ptrain.protocol.wire.text import shown
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from p2ptrain.network.dht import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES, OwnedRecords
 from p2ptrain.network.host import open_network
 from p2ptrain.network.identity import peer_id_of
 from p2ptrain.network.thread import from_asyncio
-from p2ptrain.protocol.membership.peer_records import RECORD_TTL_S
+from p2ptrain.protocol.membership.directory import RECORD_TTL_S
 from tests.network.local import config, keep_open, open_pair
 
 pytestmark = pytest.mark.processes

@@ -11,7 +11,8 @@ import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.protocol.membership.lookup import ask_settings, check_key, list_members
+from p2ptrain.protocol.membership.lookup import ask_settings, check_key
+from p2ptrain.protocol.membership.status import list_members
 from p2ptrain.settings.access import DENIED, NOT_ALLOWED, Access
 from p2ptrain.settings.peer_config import NetworkConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm

@@ -13,8 +13,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.memory_network.network import MemoryStream
 from p2ptrain.protocol.links.bulk import MAX_PER_LINK, OPEN_TIMEOUT_S, RETRY_S
-from p2ptrain.protocol.links.bulk_connection import CLOSE_AFTER_S, REUSE_S
-from p2ptrain.protocol.links.link import BULK_FROM_BYTES, Link
+from p2ptrain.protocol.links.link import BULK_FROM_BYTES, CLOSE_AFTER_S, REUSE_S, Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Attempt, Beat, Contribution, Leave, Message, PairWeights

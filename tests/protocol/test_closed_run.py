@@ -13,9 +13,9 @@ from p2ptrain.errors import PeerLostError, RunKeyError, RunMismatchError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.links.links import MAX_STRIKES
-from p2ptrain.protocol.membership.closed_directory import ClosedDirectory
-from p2ptrain.protocol.membership.lookup import ask_settings, check_key, list_members
-from p2ptrain.protocol.membership.peer_records import bucket_of, member_key
+from p2ptrain.protocol.membership.directory import ClosedDirectory, bucket_of, member_key
+from p2ptrain.protocol.membership.lookup import ask_settings, check_key
+from p2ptrain.protocol.membership.status import list_members
 from p2ptrain.protocol.wire.closed_run import ACCEPTOR, DIALLER, ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import KINDS, Challenge, Hello, Message, Proof

@@ -16,7 +16,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.event_log.downsampling import coalesce
 from p2ptrain.protocol.event_log.event_log import MOST, EventLog, RateLimit
 from p2ptrain.protocol.event_log.events import KINDS, MAX_PAGE_BYTES, Event, parse_page
-from p2ptrain.protocol.links.places import MAX_LINKS
+from p2ptrain.protocol.links.limits import MAX_LINKS
 from tests.protocol.swarm import run_virtual
 
 DAY_S = 24 * 3600

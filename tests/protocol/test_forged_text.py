@@ -14,7 +14,7 @@ import pytest
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.event_log import events
 from p2ptrain.protocol.event_log.events import encode_event, parse_page
-from p2ptrain.protocol.membership.peer_records import decode_record
+from p2ptrain.protocol.membership.directory import decode_record
 from p2ptrain.protocol.wire.messages import KINDS, MAX_REASON, Message, Withdraw, pack, unpack
 from p2ptrain.protocol.wire.text import escaped, for_terminal
 from p2ptrain.settings.config import RunConfig

@@ -16,8 +16,8 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.protocol.links.limits import Strikes
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.links.strikes import Strikes
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Ack,

@@ -15,20 +15,11 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.links.flow_control import FIRST_WINDOW_BYTES, MIN_WINDOW_BYTES, WINDOW_S
 from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.limits import MessageRates
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, LinkSetup
 from p2ptrain.protocol.links.outbox import MAX_CONTROL_QUEUE, MAX_FRAGMENT_QUEUE, Traffic
-from p2ptrain.protocol.links.rates import MessageRates
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES, decode_prefix, encode_frame
-from p2ptrain.protocol.wire.messages import (
-    Ack,
-    Attempt,
-    Beat,
-    Contribution,
-    Due,
-    Fragment,
-    Leave,
-    Message,
-)
+from p2ptrain.protocol.wire.messages import Ack, Attempt, Beat, Contribution, Due, Fragment, Leave, Message
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import Endpoint, hello_of, linked_pair, until
 

@@ -10,21 +10,12 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
+from p2ptrain.protocol.links.limits import MAX_STRIKES, STRIKE_S
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import HELLO_TIMEOUT_S
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.links.strikes import MAX_STRIKES, STRIKE_S
 from p2ptrain.protocol.wire.frames import encode_frame
-from p2ptrain.protocol.wire.messages import (
-    Ack,
-    Answer,
-    Beat,
-    Due,
-    Hello,
-    Leave,
-    Message,
-    Request,
-)
+from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Due, Hello, Leave, Message, Request
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import Endpoint, endpoints, hello_of, linked_pair, start_endpoint, until
 

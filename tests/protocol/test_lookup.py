@@ -14,9 +14,10 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.membership.lookup import MAX_SETTINGS_BYTES, ask_settings, list_members
+from p2ptrain.protocol.membership.directory import RECORD_TTL_S, bucket_of, encode_record, member_key
+from p2ptrain.protocol.membership.lookup import MAX_SETTINGS_BYTES, ask_settings
 from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE
-from p2ptrain.protocol.membership.peer_records import RECORD_TTL_S, bucket_of, encode_record, member_key
+from p2ptrain.protocol.membership.status import list_members
 from p2ptrain.protocol.wire.messages import Answer, Request
 from p2ptrain.settings.config import RunConfig, agrees
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm

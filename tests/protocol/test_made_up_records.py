@@ -10,10 +10,10 @@ import trio
 from p2ptrain.errors import TransientError, UnreachableError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.directory import bucket_of, encode_record, member_key
 from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, ask_settings
 from p2ptrain.protocol.membership.membership import MAX_KNOWN, MAX_KNOWN_JOINING, Membership
 from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE
-from p2ptrain.protocol.membership.peer_records import bucket_of, encode_record, member_key
 from p2ptrain.protocol.state_sync.joining import ADOPT_TIMEOUT_S
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm

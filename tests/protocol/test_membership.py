@@ -20,7 +20,15 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.known_peers import MAX_RETRY_S
+from p2ptrain.protocol.membership.directory import (
+    ANNOUNCE_EVERY_S,
+    BUCKETS,
+    RECORD_TTL_S,
+    bucket_of,
+    decode_record,
+    encode_record,
+    member_key,
+)
 from p2ptrain.protocol.membership.membership import (
     EVERYBODY,
     LOOKUP_EVERY_S,
@@ -32,15 +40,12 @@ from p2ptrain.protocol.membership.membership import (
     Membership,
     RoundPeers,
 )
-from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE, FIRST_DIAL_S, MAX_DIALLED, NAMED_AT_ONCE
-from p2ptrain.protocol.membership.peer_records import (
-    ANNOUNCE_EVERY_S,
-    BUCKETS,
-    RECORD_TTL_S,
-    bucket_of,
-    decode_record,
-    encode_record,
-    member_key,
+from p2ptrain.protocol.membership.neighbours import (
+    DIALLED_AT_ONCE,
+    FIRST_DIAL_S,
+    MAX_DIALLED,
+    MAX_RETRY_S,
+    NAMED_AT_ONCE,
 )
 from p2ptrain.protocol.wire.messages import Beat, Leave, Message
 from p2ptrain.protocol.wire.transport import Directory

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 import pytest
 
-from p2ptrain.protocol.membership.known_peers import KnownPeer
 from p2ptrain.protocol.membership.neighbours import (
     DIALLED_AT_ONCE,
     FIRST_DIAL_S,
@@ -17,6 +16,7 @@ from p2ptrain.protocol.membership.neighbours import (
     MAX_ROUND_LINKS,
     NAMED_AT_ONCE,
     NEIGHBOURS,
+    KnownPeer,
     free_dials,
     in_order,
     missing_neighbours,

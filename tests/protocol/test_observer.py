@@ -17,8 +17,8 @@ from p2ptrain.protocol.event_log.events import Event
 from p2ptrain.protocol.event_log.observer import MOST_MEMBERS, Observer, Own, Sighting
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.membership.lookup import UNREACHABLE
-from p2ptrain.protocol.membership.peer_records import RECORD_TTL_S, bucket_of, encode_record, member_key
+from p2ptrain.protocol.membership.directory import RECORD_TTL_S, bucket_of, encode_record, member_key
+from p2ptrain.protocol.membership.status import UNREACHABLE
 from p2ptrain.protocol.wire.messages import Answer, Beat, Fragment, Message, Request
 from tests.protocol.swarm import RUN, Swarm, inline, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, start_endpoint

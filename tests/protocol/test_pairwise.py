@@ -24,7 +24,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.pairwise.joining import CHUNK_TIMEOUT_S, MEET_S
 from p2ptrain.protocol.pairwise.matching import Matching
 from p2ptrain.protocol.pairwise.pairwise import PAUSE_ROUND_TRIPS, Pairwise
-from p2ptrain.protocol.pairwise.partner import PartnerWeights
+from p2ptrain.protocol.pairwise.swap import PartnerWeights
 from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Attempt, Call, PairOffer, PairWeights, Request

@@ -10,9 +10,9 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.protocol.links import places
+from p2ptrain.protocol.links import limits
 from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER
-from p2ptrain.protocol.links.places import (
+from p2ptrain.protocol.links.limits import (
     MAX_GREETING,
     MAX_GREETING_OF_ONE,
     MAX_LINKS,
@@ -125,7 +125,7 @@ def attack(s: Swarm, nursery: trio.Nursery, *, names: int, streams: int, role: s
 def test_members_that_say_hello_at_one_instant_take_no_more_links_than_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "MAX_LINKS", 2)
+    monkeypatch.setattr(limits, "MAX_LINKS", 2)
 
     async def main() -> None:
         network = MemoryNetwork()

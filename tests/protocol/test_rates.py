@@ -14,8 +14,7 @@ import trio
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.flow_control import ACK_EVERY_BYTES
-from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
-from p2ptrain.protocol.links.rates import (
+from p2ptrain.protocol.links.limits import (
     ANSWER_BYTES,
     BEATS_PER_S,
     FRAGMENTS_PER_S,
@@ -24,17 +23,8 @@ from p2ptrain.protocol.links.rates import (
     MessageRates,
     PeerRates,
 )
-from p2ptrain.protocol.wire.messages import (
-    MAX_BEAT_MEMBERS,
-    Ack,
-    Beat,
-    Due,
-    Fragment,
-    Message,
-    Request,
-    pack,
-    unpack,
-)
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
+from p2ptrain.protocol.wire.messages import MAX_BEAT_MEMBERS, Ack, Beat, Due, Fragment, Message, Request, pack, unpack
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 from tests.protocol.wiring import endpoints, linked_pair, until

@@ -10,8 +10,8 @@ import trio
 
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.known_peers import PRIVATE_DIALS, PRIVATE_RETRY_S
 from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.membership.neighbours import PRIVATE_DIALS, PRIVATE_RETRY_S
 from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
 from p2ptrain.protocol.rounds.deciding.schedule import ANY_LEADER_EVERY, leader_of
 from p2ptrain.protocol.wire.messages import Head

@@ -8,13 +8,12 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.network import MemoryStream
-from p2ptrain.protocol.links import links, places, receive_budget, requests, strikes
+from p2ptrain.protocol.links import frame_reader, limits, links, requests
+from p2ptrain.protocol.links.frame_reader import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES, OBSERVER
+from p2ptrain.protocol.links.limits import MAX_GREETING, MAX_GREETING_OF_ONE, MAX_STRIKES
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.outbox import MAX_BULK_QUEUE_BYTES, MAX_CONTROL_QUEUE_BYTES, Traffic
-from p2ptrain.protocol.links.places import MAX_GREETING, MAX_GREETING_OF_ONE
-from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
-from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.wire.frames import MAX_COMPRESSED_CHUNK_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request
 from tests.protocol.swarm import RUN, run_virtual, swarm
@@ -96,7 +95,7 @@ def test_streams_that_say_no_hello_are_few_of_one_peer_and_of_all() -> None:
 def test_links_are_bounded_and_the_refused_side_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(places, "MAX_LINKS", 2)
+    monkeypatch.setattr(limits, "MAX_LINKS", 2)
 
     async def main() -> None:
         network = MemoryNetwork()
@@ -120,7 +119,7 @@ def test_links_are_bounded_and_the_refused_side_says_why(
 
 
 def test_a_member_takes_the_place_of_the_oldest_observer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "MAX_LINKS", 3)
+    monkeypatch.setattr(limits, "MAX_LINKS", 3)
 
     async def main() -> None:
         network = MemoryNetwork()
@@ -411,7 +410,7 @@ def test_answers_are_bounded_over_all_partners(what: str, limiter: str) -> None:
 
 
 def test_strikes_are_remembered_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strikes, "MAX_STRUCK", 3)
+    monkeypatch.setattr(limits, "MAX_STRUCK", 3)
 
     async def main() -> None:
         network = MemoryNetwork()
@@ -516,4 +515,4 @@ def test_a_transport_that_fails_is_a_peer_that_cannot_be_reached(caplog: pytest.
 
 
 def test_the_budget_is_what_the_documentation_says() -> None:
-    assert receive_budget.MAX_RECEIVE_BYTES == 64 * MIB
+    assert frame_reader.MAX_RECEIVE_BYTES == 64 * MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.protocol.membership.settings_answers import SettingsAnswers
+from p2ptrain.protocol.membership.lookup import SettingsAnswers
 from p2ptrain.settings.config import RunConfig
 
 FITTING, OTHER = RunConfig(sync_every=50), RunConfig(sync_every=70)

@@ -23,7 +23,7 @@ from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, chunk_hash
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.membership.peer_records import bucket_of, encode_record, member_key
+from p2ptrain.protocol.membership.directory import bucket_of, encode_record, member_key
 from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import Grid

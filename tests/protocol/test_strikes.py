@@ -9,9 +9,9 @@ import trio
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.protocol.links import strikes
-from p2ptrain.protocol.links.strikes import MAX_STRIKES, STRIKE_S, Strikes, Struck
-from p2ptrain.protocol.membership.lookup import list_members, parse_relayed, parse_strikes
+from p2ptrain.protocol.links import limits
+from p2ptrain.protocol.links.limits import MAX_STRIKES, STRIKE_S, Strikes, Struck
+from p2ptrain.protocol.membership.status import list_members, parse_relayed, parse_strikes
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 from tests.protocol.wiring import linked_pair, until
@@ -36,7 +36,7 @@ def test_only_the_last_three_count_and_several_can_be_given_at_once() -> None:
 
 
 def test_memory_is_bounded_and_reasons_are_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strikes, "MAX_STRUCK", 4)
+    monkeypatch.setattr(limits, "MAX_STRUCK", 4)
     given = Strikes()
     for number in range(9):
         given.add(f"x{number}", "\x1b[2J\n" + 1000 * "a", float(number))
@@ -44,7 +44,7 @@ def test_memory_is_bounded_and_reasons_are_safe(monkeypatch: pytest.MonkeyPatch)
     assert given.counts(10.0) == {"x6": 1, "x7": 1, "x8": 1, "x5": 2}
     assert given._reasons.keys() == given._given.keys()
     assert given.latest(2, 10.0) == [
-        Struck("x5", 2, "again", 1.0), Struck("x8", 1, (r"\x1b[2J\n" + 1000 * "a")[: strikes.MAX_REASON], 2.0),
+        Struck("x5", 2, "again", 1.0), Struck("x8", 1, (r"\x1b[2J\n" + 1000 * "a")[: limits.MAX_REASON], 2.0),
     ]  # fmt: skip
 
 
@@ -123,7 +123,7 @@ STRUCK = {"peer_id": "x", "count": 1, "reason": "lied", "age_s": 3.0}
 
 def test_what_a_member_tells_is_made_safe_to_print() -> None:
     told = parse_strikes(json.dumps([STRUCK | {"peer_id": "x\n" + 500 * "y", "reason": "\x9b2J" + 500 * "z"}]).encode())
-    assert told == (Struck((r"x\n" + 500 * "y")[:128], 1, (r"\x9b2J" + 500 * "z")[: strikes.MAX_REASON], 3.0),)
+    assert told == (Struck((r"x\n" + 500 * "y")[:128], 1, (r"\x9b2J" + 500 * "z")[: limits.MAX_REASON], 3.0),)
     assert parse_strikes(b"[]") == ()
 
 

@@ -9,12 +9,7 @@ import random
 import pytest
 import trio
 
-from p2ptrain.protocol.membership.tokenizer_lookup import (
-    MAX_TOKENIZER_BYTES,
-    PIECE_BYTES,
-    ask_tokenizer,
-    tokenizer_piece,
-)
+from p2ptrain.protocol.membership.lookup import MAX_TOKENIZER_BYTES, PIECE_BYTES, ask_tokenizer, tokenizer_piece
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.run_key import SECRET_BYTES, RunKey

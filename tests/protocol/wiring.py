@@ -11,6 +11,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.protocol.links.handshake import Admission
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.wire.closed_run import ClosedRun
@@ -88,10 +89,8 @@ async def start_endpoint(
         transport,
         lambda: hello,
         endpoint,
+        admission=Admission(chosen, closed, refusal),
         peer_timeout_s=peer_timeout_s,
-        chosen=chosen,
-        closed=closed,
-        refusal=refusal,
         bulk=transport.bulk if bulk else None,
     )
     await nursery.start(endpoint.links.run)

@@ -14,8 +14,8 @@ from p2ptrain.monitor.formatting import count, short_id
 from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
 from p2ptrain.network.probe import DialBack, InitialPeer, Probe
 from p2ptrain.network.ways import Interface, Way
-from p2ptrain.protocol.membership.lookup import MemberInfo
 from p2ptrain.protocol.membership.reachability import Scope, scope_of
+from p2ptrain.protocol.membership.status import MemberInfo
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.links.places import MAX_LINKS
+from p2ptrain.protocol.links.limits import MAX_LINKS
 from p2ptrain.protocol.wire.text import escaped_all
 
 Event = dict[str, Any]

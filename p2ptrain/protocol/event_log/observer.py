@@ -22,8 +22,9 @@ from p2ptrain.protocol.event_log.events import KINDS, Event, Page, parse_page
 from p2ptrain.protocol.links.handshake import OBSERVER
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.closed_directory import directory_of
-from p2ptrain.protocol.membership.lookup import UNREACHABLE, ask_relayed, find_members, observer_links
+from p2ptrain.protocol.membership.directory import directory_of, find_members
+from p2ptrain.protocol.membership.lookup import observer_links
+from p2ptrain.protocol.membership.status import UNREACHABLE, ask_relayed
 from p2ptrain.protocol.restarts import process_of
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import Directory, PeerId, Transport

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from p2ptrain.errors import NotAllowedError, PeerLostError, RunKeyError, RunMismatchError, WireError
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.wire.closed_run import ACCEPTOR, DIALLER, NONCE_BYTES, ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Challenge, Hello, Leave, Message, Proof
-from p2ptrain.protocol.wire.transport import PeerId, Stream
+from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, no_refusal
 from p2ptrain.settings.access import DENIED, NOT_ALLOWED
 
 logger = logging.getLogger(__name__)
@@ -26,27 +27,41 @@ TRAINER, OBSERVER = "trainer", "observer"
 MAX_HELLO_BYTES = 16 * 1024
 
 
+@dataclass(frozen=True)
+class Admission:
+    """Whom a peer links to.
+
+    Attributes:
+        chosen: ids of the user's initial peers.
+        closed: the run and its key; None if the run is open.
+        refusal: whom the user of this machine refuses, and why.
+    """
+
+    chosen: Collection[PeerId] = ()
+    closed: ClosedRun | None = None
+    refusal: Refusal = no_refusal
+
+
+ANYBODY = Admission()
+
+
 class Handshake:
     """Exchanges the first frames of one peer's streams.
 
     Args:
         me: our peer id.
         hello: makes our Hello; a peer with another run digest is refused, unless it is an observer.
-        closed: the run and its key; None if the run is open.
-        chosen: ids of the user's initial peers.
 
     Attributes:
         mismatch: an error for the user if the settings or the run key of a chosen peer differ from ours, else None.
     """
 
-    def __init__(
-        self, me: PeerId, hello: Callable[[], Hello], closed: ClosedRun | None, chosen: Collection[PeerId]
-    ) -> None:
+    def __init__(self, me: PeerId, hello: Callable[[], Hello], admission: Admission) -> None:
         self.mismatch: RunMismatchError | None = None
         self._me = me
         self._hello = hello
-        self._closed = closed
-        self._chosen = frozenset(chosen)
+        self._closed = admission.closed
+        self._chosen = frozenset(admission.chosen)
 
     async def dial(self, stream: Stream) -> tuple[Hello, FrameReader]:
         """Greet a peer that we have dialled. Raises WireError, PeerLostError, RunMismatchError."""

@@ -3,6 +3,8 @@
 The transport shares one connection per pair of peers and buffers megabytes, so on a saturated path a heartbeat would
 wait behind them. Hence our own flow control (`flow_control`): control frames go before round chunks, and round chunks
 before fragments. Fragments that would arrive too late are dropped.
+
+A link may have bulk connections beside its stream, which `bulk` opens. They take the bulk frames of the same outbox.
 """
 
 from __future__ import annotations
@@ -17,12 +19,10 @@ import msgspec
 import trio
 
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.links.bulk_connection import BulkConnection
 from p2ptrain.protocol.links.flow_control import FlowControl
-from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.frame_reader import FrameReader, ReceiveBudget
+from p2ptrain.protocol.links.limits import MessageRates
 from p2ptrain.protocol.links.outbox import LinkCounters, Outbox, Traffic
-from p2ptrain.protocol.links.rates import MessageRates
-from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import (
     Ack,
@@ -58,32 +58,67 @@ MIN_PATIENCE_S = 10.0
 IN_USE_S = 5.0
 # A bulk connection is opened for a payload of at least this size: a smaller one takes less than its handshake (guess).
 BULK_FROM_BYTES = 16 * 1024
+# After so long without a frame, either side may close a bulk connection. A side that has seen none for REUSE_S sends on
+# another one, so that a frame is not lost in a connection that is being closed: the sides' clocks may differ by the
+# time that a frame is on its way.
+CLOSE_AFTER_S, REUSE_S = 60.0, 45.0
+# The rate of a bulk connection is that of so many bytes: more than the buffers of a socket take at once.
+RATE_BYTES = 1024 * 1024
 # Time to send the last queued frame, often a Leave.
 LAST_WORDS_S = 0.2
 
 Handler = Callable[["Link", Message, bytes], Awaitable[None]]
 
 
-async def _open_none(_: Link) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class LinkSetup:
     """Shared by all links of one peer. A link calls `handler` for each message, and reads on when it returns.
 
-    `open_bulk` returns once it is known whether a link has a bulk connection.
+    `open_bulk` returns once it is known whether a link has a bulk connection; None if there are none.
     """
 
     handler: Handler
     counters: LinkCounters = field(default_factory=LinkCounters)
     budget: ReceiveBudget = field(default_factory=ReceiveBudget)
-    open_bulk: Callable[[Link], Awaitable[None]] = _open_none
+    open_bulk: Callable[[Link], Awaitable[None]] | None = None
     peer_timeout_s: float = PEER_TIMEOUT_S
 
 
+@dataclass(slots=True, eq=False)
+class _BulkConnection:
+    """A bulk connection of a link.
+
+    Attributes:
+        used_s: when a frame was last queued or sent, or bytes came.
+        rate_bytes_s: bytes per second that it took in the last mebibyte that was sent without a pause; 0 before that.
+    """
+
+    reader: FrameReader
+    used_s: float
+    rate_bytes_s: float = 0.0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it may be sent on."""
+        return trio.current_time() < self.used_s + REUSE_S
+
+
 class Link:
-    """A live peer. Created by `Links` after both sides have sent Hello; closed for good once `lost` is set."""
+    """A live peer. Created by `Links` after both sides have sent Hello; closed for good once `lost` is set.
+
+    Attributes:
+        beat: its last heartbeat, without the members that it named; None before the first.
+        lost_reason: why the link is lost; "" while it is not.
+        left: whether the peer has said that it leaves.
+        streams: how many the link has had.
+        flow: the flow control of its stream.
+        rates: the limits on its messages.
+        opened_s, last_heard: when the link began, and when bytes last came.
+        answered_s: when it last answered a request of ours.
+        joining_until_s: until when rounds may wait for its next request for our state.
+        times_overtaken: how many rounds in a row came before it had that state, as it says.
+        beat_sent_s, beat_gap_s: when we sent our last beat, and how long after the one before that was due.
+    """
 
     def __init__(self, peer_id: PeerId, hello: Hello, setup: LinkSetup, rates: MessageRates) -> None:
         self.peer_id = peer_id
@@ -94,22 +129,19 @@ class Link:
         self.left = False
         self.streams = 0
         self.flow = FlowControl()
-        # When it last answered a request of ours.
         self.answered_s = 0.0
-        # Until when rounds may wait for its next request for our state, and how many rounds came first, as it says.
         self.joining_until_s, self.times_overtaken = -math.inf, 0
         self.opened_s = self.last_heard = trio.current_time()
         self.rates = rates
+        self.beat_sent_s, self.beat_gap_s = -math.inf, 1.0
         self._uses, self._used_s = 0, -math.inf
         self._setup = setup
         self._counters = setup.counters
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)
         self._beat_heard_at = 0.0
-        # When we sent our last beat, and how long after the one before that was due.
-        self.beat_sent_s, self.beat_gap_s = -math.inf, 1.0
         self._readers: list[FrameReader] = []
         self._handling = 0
-        self._bulk: list[BulkConnection] = []
+        self._bulk: list[_BulkConnection] = []
         self._bulk_rate = 0.0  # of the last one that ended
         self._outbox = Outbox(peer_id, self.flow, setup.counters, rates)
 
@@ -128,7 +160,7 @@ class Link:
         Raises PeerLostError.
         """
         if not isinstance(message, PairWeights):  # which keep to the stream
-            if len(payload) >= BULK_FROM_BYTES:
+            if len(payload) >= BULK_FROM_BYTES and self._setup.open_bulk is not None:
                 await self._setup.open_bulk(self)
             if (connection := self._chosen) is not None:
                 connection.used_s = trio.current_time()
@@ -167,13 +199,7 @@ class Link:
         Raises, in a group, WireError if the peer broke a rule, or what the handler raised; the link is closed then.
         """
         first = not self._readers
-        reader = FrameReader(
-            stream,
-            read_ahead,
-            self._note_heard,
-            budget=self._setup.budget,
-            frame_timeout_s=self._setup.peer_timeout_s,
-        )
+        reader = self._reader(stream, read_ahead, self._note_heard)
         self._readers.append(reader)
         all_written = trio.Event()
         try:
@@ -207,37 +233,40 @@ class Link:
         return self._chosen is not None
 
     @property
-    def _chosen(self) -> BulkConnection | None:
+    def _chosen(self) -> _BulkConnection | None:
+        """The bulk connection that sends."""
         return next((connection for connection in self._bulk if connection.is_fresh), None)
 
     async def run_bulk(
         self, stream: Stream, read_ahead: bytes, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Serve a bulk connection until the link is lost or nothing used it for a while. Raises as that."""
-        reader = FrameReader(
-            stream,
-            read_ahead,
-            lambda: self._note_bulk(connection),
-            budget=self._setup.budget,
-            frame_timeout_s=self._setup.peer_timeout_s,
-        )
-        connection = BulkConnection(
-            stream,
-            reader,
-            self._outbox,
-            lambda: self._chosen is connection,
-            self._take_bulk,
-            self._setup.peer_timeout_s,
-        )
+        """Serve a bulk connection until the link is lost, or it is not used any more. Does not close the stream.
+
+        Raises, maybe in a group, PeerLostError if it breaks while it is used, WireError if the peer breaks a rule, and
+        what the handler raises.
+        """
+        reader = self._reader(stream, read_ahead, lambda: self._note_bulk(connection))
+        connection = _BulkConnection(reader, trio.current_time())
         self._bulk.append(connection)
         self._outbox.changed.unpark_all()
         task_status.started()
         try:
-            await connection.run(self.lost)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read_bulk, connection, nursery.cancel_scope)
+                nursery.start_soon(self._write_bulk, connection, stream)
+                while not self.lost.is_set() and trio.current_time() < connection.used_s + CLOSE_AFTER_S:
+                    with trio.move_on_at(connection.used_s + CLOSE_AFTER_S):
+                        await self.lost.wait()
+                nursery.cancel_scope.cancel()
         finally:
+            reader.release()
             self._bulk.remove(connection)
             self._bulk_rate = connection.rate_bytes_s or self._bulk_rate
             self._outbox.changed.unpark_all()
+
+    def _reader(self, stream: Stream, read_ahead: bytes, on_bytes: Callable[[], None]) -> FrameReader:
+        budget, timeout_s = self._setup.budget, self._setup.peer_timeout_s
+        return FrameReader(stream, read_ahead, on_bytes, budget=budget, frame_timeout_s=timeout_s)
 
     async def _write(self, stream: Stream, all_written: trio.Event) -> None:
         try:
@@ -291,16 +320,47 @@ class Link:
             self.left = True
         await self._handle(message, payload, size)
 
-    def _note_bulk(self, connection: BulkConnection) -> None:
+    async def _read_bulk(self, connection: _BulkConnection, whole: trio.CancelScope) -> None:
+        while True:
+            try:
+                prefix, message, payload = await connection.reader.frame()
+            except PeerLostError:
+                if connection.is_fresh:
+                    raise
+                whole.cancel()
+                return
+            if prefix.bulk or prefix.compressed or not isinstance(message, Answer | Contribution | Mean):
+                raise WireError(f"{type(message).__name__} on a bulk connection")
+            await trio.lowlevel.cancel_shielded_checkpoint()  # many small frames may be here: others have their turn
+            connection.used_s = trio.current_time()
+            # There is no flow control of ours: that of the network does.
+            size = frames.PREFIX_BYTES + prefix.body_bytes
+            self.rates.check(message, size, 0, trio.current_time())
+            await self._handle(message, payload, size)
+
+    async def _write_bulk(self, connection: _BulkConnection, stream: Stream) -> None:
+        timeout_s = self._setup.peer_timeout_s
+        began_s, sent_bytes = trio.current_time(), 0
+        while True:
+            frame = self._outbox.next_bulk_frame() if self._chosen is connection else None
+            if frame is None:
+                await self._outbox.changed.park()
+                began_s, sent_bytes = trio.current_time(), 0
+                continue
+            with trio.move_on_after(timeout_s) as scope:
+                await stream.send_all(frame)
+            if scope.cancelled_caught:
+                raise PeerLostError(f"a frame was not sent within {timeout_s:.0f} s")
+            connection.used_s = trio.current_time()
+            sent_bytes += len(frame)
+            if sent_bytes >= RATE_BYTES and connection.used_s > began_s:
+                connection.rate_bytes_s = sent_bytes / (connection.used_s - began_s)
+                began_s, sent_bytes = connection.used_s, 0
+
+    def _note_bulk(self, connection: _BulkConnection) -> None:
         """Bytes came on a bulk connection."""
         connection.used_s = trio.current_time()
         self._note_heard()
-
-    async def _take_bulk(self, prefix: frames.Prefix, message: Message, payload: bytes) -> None:
-        """Take a frame of a bulk connection: the flow control is that of the network."""
-        size = frames.PREFIX_BYTES + prefix.body_bytes
-        self.rates.check(message, size, 0, trio.current_time())
-        await self._handle(message, payload, size)
 
     async def _handle(self, message: Message, payload: bytes, size_bytes: int) -> None:
         self._counters.received[_traffic_of(message, payload)] += size_bytes

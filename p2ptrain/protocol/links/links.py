@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import trio
@@ -20,19 +20,25 @@ import trio
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.bulk import BulkConnections
-from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Handshake
+from p2ptrain.protocol.links.frame_reader import ReceiveBudget
+from p2ptrain.protocol.links.handshake import ANYBODY, OBSERVER, TRAINER, Admission, Handshake
+from p2ptrain.protocol.links.limits import (
+    MAX_REASON,
+    MAX_STRIKES,
+    STRIKE_S,
+    PeerRates,
+    Strikes,
+    Struck,
+    excess_observers,
+    greeting_to_end,
+)
 from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkSetup
 from p2ptrain.protocol.links.outbox import LinkCounters
-from p2ptrain.protocol.links.places import excess_observers, greeting_to_end
-from p2ptrain.protocol.links.rates import PeerRates
-from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.links.requests import Requests
-from p2ptrain.protocol.links.strikes import MAX_REASON, MAX_STRIKES, STRIKE_S, Strikes, Struck
-from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message
 from p2ptrain.protocol.wire.text import shown
-from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Refusal, Stream, Transport, no_refusal, said_here
+from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Stream, Transport, said_here
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +68,16 @@ class Links:
 
     Args:
         hello: makes our Hello.
-        closed: the run and its key; None if the run is open.
+        admission: whom this peer links to.
         peer_timeout_s: seconds without a message before a peer is considered lost, at most.
-        chosen: ids of the user's initial peers.
-        refusal: whom the user of this machine refuses, and why.
         errors: logs exceptions of our code.
         bulk: opens and accepts bulk connections; None: bulk bytes take the streams.
 
     Attributes:
-        chosen: as given.
+        live: the link to each linked peer, the oldest first.
+        counters: bytes and fragments of all links.
+        budget: limits the bytes of incomplete and unread frames of all links.
+        chosen: ids of the user's initial peers.
         bulk: the bulk connections.
     """
 
@@ -80,10 +87,8 @@ class Links:
         hello: Callable[[], Hello],
         events: LinkEvents,
         *,
+        admission: Admission = ANYBODY,
         peer_timeout_s: float = PEER_TIMEOUT_S,
-        chosen: Collection[PeerId] = (),
-        closed: ClosedRun | None = None,
-        refusal: Refusal = no_refusal,
         errors: ErrorLog | None = None,
         bulk: BulkTransport | None = None,
     ) -> None:
@@ -93,10 +98,10 @@ class Links:
         self.budget = ReceiveBudget()
         self._strikes = Strikes()
         self._rates = PeerRates(peer_timeout_s)
-        self.chosen = frozenset(chosen)
-        self._refusal = refusal
+        self.chosen = frozenset(admission.chosen)
+        self._refusal = admission.refusal
         self._transport = transport
-        self._handshake = Handshake(transport.peer_id, hello, closed, chosen)
+        self._handshake = Handshake(transport.peer_id, hello, admission)
         self._events = events
         self._errors = errors or ErrorLog(logger)
         self.bulk = BulkConnections(bulk, self.live, self.containing, self._errors)

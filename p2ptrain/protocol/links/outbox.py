@@ -12,7 +12,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.links.flow_control import FlowControl
-from p2ptrain.protocol.links.rates import MessageRates
+from p2ptrain.protocol.links.limits import MessageRates
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import Answer, Fragment, Message, PairWeights
 from p2ptrain.protocol.wire.transport import PeerId

@@ -1,20 +1,19 @@
-"""Asks the members of a run for its settings and their status, as an observer.
+"""Asks a run's members, as an observer, for what a joiner needs: the settings, the tokenizer, and whether it may join.
 
 An observer sends a Hello with an empty digest. It receives heartbeats and answers, but is not a member.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TypeVar
 
-import msgspec
 import trio
 
 from p2ptrain.error_log import ErrorLog
@@ -28,64 +27,35 @@ from p2ptrain.errors import (
     UnreachableError,
     WireError,
 )
-from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER
+from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Admission
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.links.strikes import MAX_REASON, Struck
-from p2ptrain.protocol.membership.closed_directory import directory_of
+from p2ptrain.protocol.membership.directory import Members, directory_of, find_members
 from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE, FIRST_DIAL_S
-from p2ptrain.protocol.membership.peer_records import BUCKETS, bucket_of, decode_record, member_key
-from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
-from p2ptrain.protocol.membership.settings_answers import SettingsAnswers
 from p2ptrain.protocol.wire.closed_run import ClosedRun
-from p2ptrain.protocol.wire.messages import MAX_PEER_ID, Beat, Hello, Message
-from p2ptrain.protocol.wire.text import shown
+from p2ptrain.protocol.wire.messages import Beat, Hello, Message
 from p2ptrain.protocol.wire.transport import Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # New records are found within about a second; after this long without any, the run is assumed not to exist.
 LOOK_S = 2.0
-# A linked peer sends its first heartbeat at once.
-FIRST_BEAT_S = 3.0
 MAX_SETTINGS_BYTES = 64 * 1024
-# A member with a full link may take long; its strikes and relayed links are left out then.
-LIST_TIMEOUT_S = 2.0
-MAX_STRIKES_BYTES = MAX_RELAYED_BYTES = 64 * 1024
-# Usually a peer behind NAT, or one that ended before its record expired.
-UNREACHABLE = "cannot be reached from here"
 # To open a stream to an initial peer, and to exchange two frames. A bootstrap node of an earlier version never answers.
 ASK_KEY_S = 2.5
 # Initial peers asked whether they have our run key, if no member is found.
 MAX_ASKED_KEY = 8
 # A joiner gives up after this long if it could not ask all announced peers: there may be thousands of made-up ones.
 MAX_LOOK_S = 120.0
-
-# Addresses and role of announced members.
-Members = dict[PeerId, tuple[tuple[str, ...], str]]
-
-
-@dataclass(frozen=True)
-class MemberInfo:
-    """A member's status, as it reports it, safe to print. `speed` is in inner steps per second.
-
-    `strikes`: whom it has struck, the newest first; empty, too, if it did not answer. `relayed`: the members that its
-    bulk bytes reach through a relay, and which one, or ("") through libp2p alone; None if it did not answer.
-    """
-
-    peer_id: PeerId
-    maddrs: tuple[str, ...]
-    role: str
-    status: str
-    step: int
-    round: int
-    lineage: str
-    speed: float
-    strikes: tuple[Struck, ...] = ()
-    relayed: Mapping[PeerId, PeerId] | None = None
+# Largest file that peers ask for and keep. Those of 50,257 ids have 1.4 to 3.6 MB.
+MAX_TOKENIZER_BYTES = 8 * 2**20
+PIECE_BYTES = 2**20
+# To find the members, to open a link, for each piece, and for all that one donor sends: 8 MB at half a Mbit/s. A slower
+# donor is left for another one.
+FIND_S, CONNECT_S, PIECE_S, DONOR_S = 10.0, 10.0, 20.0, 120.0
+# Donors tried, as most members have the file; and the time for all of them.
+MOST_TRIED, ASK_S = 16, 500.0
 
 
 async def ask_settings(
@@ -200,18 +170,91 @@ async def ask_settings(
     return best
 
 
+def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:
+    if len(payload) > MAX_SETTINGS_BYTES:
+        raise WireError("settings too large")
+    try:
+        values = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"settings are not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise WireError("settings are not an object")
+    try:
+        return RunConfig.from_stated(values)
+    except ConfigError as error:
+        raise ConfigError(
+            f"this version of p2ptrain cannot use the run's settings from peer {peer_id}: {error}"
+        ) from None
+
+
+class SettingsAnswers:
+    """The answers of peers to one joiner; `ask_settings` explains the arguments.
+
+    Attributes:
+        answered: the peers that gave settings, or settings that we cannot use.
+        failures: how often each peer could not be asked.
+    """
+
+    def __init__(self, chosen: Collection[PeerId], ours: RunConfig | None, fits: Callable[[RunConfig], bool]) -> None:
+        self.answered: set[PeerId] = set()
+        self.failures: Counter[PeerId] = Counter()
+        self._chosen = chosen
+        self._ours = ours
+        self._fits = fits
+        self._answer: RunConfig | ConfigError | None = None
+        self._hearsay: RunConfig | None = None
+        self._misfit: RunConfig | None = None
+
+    def add(self, peer_id: PeerId, told: RunConfig | ConfigError) -> None:
+        """A peer's settings, or why this version of p2ptrain cannot use them."""
+        self.answered.add(peer_id)
+        if peer_id in self._chosen:
+            self._answer = told
+        elif isinstance(told, ConfigError):
+            logger.warning("%s", told)
+        elif self._ours is not None and told != self._ours:
+            logger.warning("peer %s trains run %r with different settings", peer_id, told.run_id)
+        elif not self._fits(told):
+            self._misfit = self._misfit or told
+        else:
+            self._hearsay = self._hearsay or told
+
+    @property
+    def best(self) -> RunConfig | ConfigError | None:
+        """The answer that counts: of a chosen peer, else one that fits, else any."""
+        return self._answer or self._hearsay or self._misfit
+
+    def is_enough(self, found: Collection[PeerId]) -> bool:
+        """Whether no outstanding answer of the announced peers would take precedence over the best one so far."""
+        # An initial peer without a record may be a bootstrap node, which answers no Hello.
+        waiting = any(peer_id in self._chosen for peer_id in self.untried(found))
+        all_answered = self.answered.issuperset(found)
+        return (
+            self._answer is not None
+            or (self._hearsay is not None and not waiting)
+            or (self._misfit is not None and all_answered)
+        )
+
+    def untried(self, found: Collection[PeerId]) -> set[PeerId]:
+        """Those of the announced peers that neither answered nor failed."""
+        return {peer_id for peer_id in found if peer_id not in self.answered and not self.failures[peer_id]}
+
+
 async def check_key(
     transport: Transport, run_id: str, *, chosen: Collection[PeerId], closed: ClosedRun | None = None
 ) -> None:
     """Raise RunKeyError or NotAllowedError if a chosen peer refuses us. Silent peers are skipped."""
     async with observer_links(transport, run_id, closed) as links:
-        refused = await _refused_by(links, chosen)
+        refused = await refused_by(links, chosen)
     if refused is not None:
         raise refused
 
 
-async def _refused_by(links: Links, chosen: Collection[PeerId]) -> RunKeyError | NotAllowedError | None:
-    """Dial chosen peers without a record: those of a run with another key have no record that we can find."""
+async def refused_by(links: Links, chosen: Collection[PeerId]) -> RunKeyError | NotAllowedError | None:
+    """How a chosen peer refuses us; None if none does.
+
+    They are dialled without a record, as those of a run with another key have none that we can find.
+    """
     refused: list[RunKeyError | NotAllowedError] = []
 
     async def ask(peer_id: PeerId) -> None:
@@ -229,52 +272,71 @@ async def _refused_by(links: Links, chosen: Collection[PeerId]) -> RunKeyError |
     return refused[0] if refused else None
 
 
-async def list_members(
+async def ask_tokenizer(
     transport: Transport,
     directory: Directory,
     run_id: str,
+    sha256: str,
     *,
+    rng: random.Random,
     chosen: Collection[PeerId] = (),
     closed: ClosedRun | None = None,
-) -> list[MemberInfo]:
-    """Members of a run that can be reached from here, and members behind NAT that cannot.
+    refusal: Refusal = no_refusal,
+) -> bytes | None:
+    """The file with this hex SHA-256 from one of the run's members; None if none that was tried gave it within ASK_S.
 
-    Raises RunKeyError or NotAllowedError if there is none, and a chosen peer refuses us.
+    The user's initial peers (`chosen`) are asked first, then others at random, MOST_TRIED in all.
     """
     directory = directory_of(directory, closed, transport.peer_id)
-    refused: RunKeyError | NotAllowedError | None = None
-    infos: list[MemberInfo] = []
+    errors = ErrorLog(logger)
+    found: Members = {}
+    async with observer_links(transport, run_id, closed, refusal) as links:
+        with trio.move_on_after(FIND_S):
+            found = await find_members(directory, run_id, transport.peer_id)
+        members: dict[PeerId, tuple[str, ...]] = {peer_id: () for peer_id in chosen if peer_id != transport.peer_id}
+        members |= {peer_id: maddrs for peer_id, (maddrs, _) in found.items()}
+        order = sorted(members)
+        rng.shuffle(order)
+        order.sort(key=lambda peer_id: peer_id not in chosen)
+        with trio.move_on_after(ASK_S):
+            for peer_id in order[:MOST_TRIED]:
+                with errors.containing(f"asking {peer_id} for the tokenizer"), trio.move_on_after(DONOR_S):
+                    try:
+                        if (file := await _download(links, peer_id, members[peer_id], sha256)) is not None:
+                            return file
+                    except P2PTrainError as error:
+                        logger.debug("no tokenizer from %s: %s", peer_id, error)
+    return None
 
-    async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
-        with trio.move_on_after(2 * FIRST_BEAT_S + LIST_TIMEOUT_S):
-            try:
-                link = await links.connect(peer_id, list(maddrs))
-            except NotAllowedError:
-                return
-            except P2PTrainError:
-                if any(scope_of(maddr) is Scope.NETWORK for maddr in maddrs) and not is_public(maddrs):
-                    infos.append(MemberInfo(peer_id, maddrs, role, UNREACHABLE, 0, -1, "", 0.0))
-                return
-            while link.beat is None and not link.lost.is_set():
-                await trio.sleep(0.02)
-            if (beat := link.beat) is not None:
-                state = shown(beat.status), beat.step, beat.round, shown(beat.lineage), beat.speed
-                strikes = await _ask_list(links, link, "strikes", parse_strikes) or ()
-                infos.append(MemberInfo(peer_id, maddrs, role, *state, strikes, await ask_relayed(links, link)))
 
-    async with observer_links(transport, run_id, closed) as links:
-        members = await find_members(directory, run_id, transport.peer_id)
-        if not members:
-            await trio.sleep(1.0)
-            members = await find_members(directory, run_id, transport.peer_id)
-        async with trio.open_nursery() as nursery:
-            for peer_id, (maddrs, role) in members.items():
-                nursery.start_soon(visit, peer_id, maddrs, role)
-        if not infos:
-            refused = await _refused_by(links, chosen)
-    if refused is not None:
-        raise refused
-    return sorted(infos, key=lambda info: info.peer_id)
+async def _download(links: Links, peer_id: PeerId, maddrs: tuple[str, ...], sha256: str) -> bytes | None:
+    """All pieces from one member; None if it does not have the file, or cannot be dialled in time.
+
+    Raises WireError if what it sends is not the file, and PeerLostError if it stops answering.
+    """
+    link: Link | None = None
+    with trio.move_on_after(CONNECT_S):
+        link = await links.connect(peer_id, list(maddrs))
+    if link is None:
+        return None
+    file = bytearray()
+    for index in range(1 + MAX_TOKENIZER_BYTES // PIECE_BYTES):
+        answer, piece = await links.request(link, "tokenizer", subject=sha256, index=index, timeout_s=PIECE_S)
+        if not answer.found:
+            return None
+        file += piece
+        if len(piece) != PIECE_BYTES:
+            break
+    if hashlib.sha256(file).hexdigest() != sha256:
+        raise WireError(f"{peer_id}: its tokenizer is not that of the run")
+    return bytes(file)
+
+
+def tokenizer_piece(file: bytes, index: int) -> bytes | None:
+    """Piece `index` of a file, PIECE_BYTES of it or the rest; None if it has no such piece, or is empty."""
+    if not file or not 0 <= index <= len(file) // PIECE_BYTES:
+        return None
+    return file[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
 
 
 class _ObserverEvents:
@@ -297,83 +359,9 @@ async def observer_links(
     """Links of an observer."""
     # The time distinguishes several observers with one identity.
     hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, (), b"")
-    links = Links(transport, lambda: hello, _ObserverEvents(), closed=closed, refusal=refusal)
+    links = Links(transport, lambda: hello, _ObserverEvents(), admission=Admission(closed=closed, refusal=refusal))
     async with trio.open_nursery() as nursery:
         await nursery.start(links.run)
         yield links
         links.close_all("done looking")
         nursery.cancel_scope.cancel()
-
-
-async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members:
-    """Addresses and role of all other members in the directory."""
-    found: Members = {}
-
-    async def look(bucket: int) -> None:
-        for peer_id, value in (await directory.lookup(member_key(run_id, bucket))).items():
-            record = decode_record(value)
-            if record is not None and peer_id != me and bucket_of(peer_id) == bucket:
-                found[peer_id] = record
-
-    async with trio.open_nursery() as nursery:
-        for bucket in range(BUCKETS):
-            nursery.start_soon(look, bucket)
-    return found
-
-
-async def ask_relayed(links: Links, link: Link) -> dict[PeerId, PeerId] | None:
-    """What a member says of its links, as `MemberInfo.relayed`; None if it does not answer within seconds."""
-    return await _ask_list(links, link, "relayed", parse_relayed)
-
-
-async def _ask_list(links: Links, link: Link, what: str, parse: Callable[[bytes], T]) -> T | None:
-    """What a member tells observers about itself; None if it does not answer."""
-    try:
-        answer, payload = await links.request(link, what, timeout_s=LIST_TIMEOUT_S)
-        return parse(payload) if answer.found else None
-    except (PeerLostError, WireError) as error:
-        logger.debug("no %s from %s: %s", what, link.peer_id, error)
-        return None
-
-
-def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
-    """The answer to a request for strikes, its texts made safe to print. Raises WireError."""
-    told = _list_of(payload, list[Struck], "strikes", MAX_STRIKES_BYTES)
-    if not all(0 < struck.count < 2**31 and 0 <= struck.age_s < math.inf for struck in told):
-        raise WireError("impossible counts or ages of strikes")
-    return tuple(
-        Struck(shown(struck.peer_id, 128), struck.count, shown(struck.reason, MAX_REASON), struck.age_s)
-        for struck in told
-    )
-
-
-def parse_relayed(payload: bytes) -> dict[PeerId, PeerId]:
-    """The answer to a request for relayed links, made safe to print. Raises WireError."""
-    told = _list_of(payload, dict[str, str], "relayed links", MAX_RELAYED_BYTES)
-    return {shown(peer_id, MAX_PEER_ID): shown(relay, MAX_PEER_ID) for peer_id, relay in told.items()}
-
-
-def _list_of(payload: bytes, kind: type[T], what: str, most_bytes: int) -> T:
-    if len(payload) > most_bytes:
-        raise WireError(f"list of {what} too large")
-    try:
-        return msgspec.json.decode(payload, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"bad list of {what}: {error}") from None
-
-
-def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:
-    if len(payload) > MAX_SETTINGS_BYTES:
-        raise WireError("settings too large")
-    try:
-        values = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"settings are not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise WireError("settings are not an object")
-    try:
-        return RunConfig.from_stated(values)
-    except ConfigError as error:
-        raise ConfigError(
-            f"this version of p2ptrain cannot use the run's settings from peer {peer_id}: {error}"
-        ) from None

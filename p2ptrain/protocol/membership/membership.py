@@ -1,7 +1,7 @@
 """Announces this peer in the directory, finds other members there and through partners, and links to them.
 
-`peer_records` says what is announced there, and `known_peers` what is remembered of a peer. A record is only a hint
-where to dial: a peer is live as long as a link to it is, by our own clock. `neighbours` decides whom to dial.
+A record is only a hint where to dial: a peer is live as long as a link to it is, by our own clock. `neighbours` decides
+whom to dial.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership import neighbours
-from p2ptrain.protocol.membership.known_peers import MAX_RETRY_S, KnownPeer, forget_order
-from p2ptrain.protocol.membership.peer_records import (
+from p2ptrain.protocol.membership.directory import (
     BUCKETS,
     RECORD_TTL_S,
     bucket_of,
@@ -28,6 +27,7 @@ from p2ptrain.protocol.membership.peer_records import (
     keep_announced,
     member_key,
 )
+from p2ptrain.protocol.membership.neighbours import MAX_RETRY_S, KnownPeer, forget_order
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
 from p2ptrain.protocol.membership.swarm_size import SwarmSize
 from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID
@@ -88,10 +88,9 @@ class Membership:
         me: PeerId,
         maddrs: Callable[[], Sequence[str]],
         rng: random.Random,
-        chosen: Collection[PeerId] = (),
         rounds: RoundPeers = EVERYBODY,
     ) -> None:
-        """`maddrs` gives our current addresses; `chosen` are the user's initial peers, which are dialled first."""
+        """`maddrs` gives our current addresses. The initial peers of the user are dialled first."""
         self.rounds = rounds
         self.known: dict[PeerId, KnownPeer] = {}
         self.looked_up = trio.Event()
@@ -108,7 +107,7 @@ class Membership:
         self._listed: list[PeerId] = []
         self._listed_s = -math.inf
         self._told_private = False
-        self._chosen = frozenset(chosen)
+        self._chosen = links.chosen
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False

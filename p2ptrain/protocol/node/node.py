@@ -26,13 +26,13 @@ from p2ptrain.protocol.exchange.types import (
     SnapshotTaken,
 )
 from p2ptrain.protocol.gossip import Gossip
-from p2ptrain.protocol.links.handshake import TRAINER
+from p2ptrain.protocol.links.handshake import TRAINER, Admission
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.membership.closed_directory import directory_of
+from p2ptrain.protocol.membership.directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
-from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
+from p2ptrain.protocol.membership.status import PeerStatus, describe
 from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.requests import PROGRESS_S, RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
@@ -99,10 +99,8 @@ class Node:
             transport,
             self._hello,
             self,
+            admission=Admission(policy.chosen, run.closed, policy.refusal),
             peer_timeout_s=policy.peer_timeout_s,
-            chosen=policy.chosen,
-            closed=run.closed,
-            refusal=policy.refusal,
             errors=telemetry.errors,
             bulk=network.bulk,
         )
@@ -130,7 +128,7 @@ class Node:
             in_round=lambda: engine.round_state.member is not None or engine.committer.resolving,
         )
         self.membership = Membership(
-            self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, policy.chosen, rounds
+            self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rounds
         )
         self.state_sync = StateSync(
             self.engine,
@@ -146,7 +144,7 @@ class Node:
         self._gossip = Gossip(context, rng, self._admits, self._pace) if config.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None
         if config.is_pairwise:
-            self.pairwise = Pairwise(self.engine, rng, telemetry.write, lambda: self.membership.undecided)
+            self.pairwise = Pairwise(self.engine, rng, telemetry.write, self.membership)
         self._server = RequestServer(self.engine, self.pairwise, buffers.read, telemetry.event_log, run.tokenizer)
         self._leaving = False
         self._nursery: trio.Nursery | None = None

@@ -13,7 +13,7 @@ from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLi
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.membership.tokenizer_lookup import tokenizer_piece
+from p2ptrain.protocol.membership.lookup import tokenizer_piece
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.transfer import StateServer

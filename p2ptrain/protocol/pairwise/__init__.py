@@ -1,8 +1,8 @@
 """Outer steps between random pairs of peers (NoLoCo), without a quorum.
 
-`matching` decides who pairs with whom, `swap` sends weights both ways, `partner` holds what a partner sends, and
-`pairwise` has the tasks around them.
-`joining` gets a joiner its first anchor, and `others` tells where in the run the other peers are.
+`matching` decides who pairs with whom, `swap` sends weights both ways, and `pairwise` has the tasks around them.
+`joining` gets a joiner its first anchor.
+
 There is no leader, quorum or record here. What goes wrong costs one peer one step with a partner, and it takes that
 step alone. Rounds agree on one thing only: the plain average at the end of the run.
 """

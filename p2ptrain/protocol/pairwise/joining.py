@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.pairwise.others import linked_others, others_step
+from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.moving.part_store import fetch_pipelined
 from p2ptrain.protocol.wire.messages import Answer, Request
@@ -49,16 +49,12 @@ class Copied:
 
 
 class AnchorCopier:
-    """Copies the anchor of a peer that is ahead of us.
+    """Copies the anchor of a peer that is ahead of us."""
 
-    Args:
-        undecided: whether some known member was not dialled yet.
-    """
-
-    def __init__(self, context: RoundContext, rng: random.Random, undecided: Callable[[], bool]) -> None:
+    def __init__(self, context: RoundContext, rng: random.Random, membership: Membership) -> None:
         self._context = context
         self._rng = rng
-        self._undecided = undecided
+        self._membership = membership
 
     async def copy(self) -> Copied | None:
         """The checked anchor of a peer that is more than an interval ahead; None once there is no such peer."""
@@ -81,7 +77,7 @@ class AnchorCopier:
 
     def _meets_more(self) -> bool:
         """Whether a known member is not linked yet, or has sent no Beat."""
-        return self._undecided() or any(link.beat is None for link in self._context.links.trainers())
+        return self._membership.undecided or any(link.beat is None for link in self._context.links.trainers())
 
     def _ahead(self) -> list[Link]:
         """Linked peers that are where the others are, if that is more than an interval ahead of us."""
@@ -165,3 +161,18 @@ async def serve_chunk(link: Link, request: Request, anchor: Array | None) -> Non
 def _rows(index: int) -> slice:
     """The blocks of a chunk of an anchor."""
     return slice(index * STATE_CHUNK_BLOCKS, (index + 1) * STATE_CHUNK_BLOCKS)
+
+
+def linked_others(context: RoundContext) -> list[Link]:
+    """The links to the live peers of our lineage that hold its state."""
+    links = (context.links.get(peer_id) for peer_id in context.host.trainers())
+    return [link for link in links if link is not None]
+
+
+def others_step(others: Sequence[Link]) -> int:
+    """The step that more than a third of these peers have reached; 0 without any. So a third of liars cannot raise it.
+
+    Steps are claims. New members, which are at 0, lower it only if they are two thirds.
+    """
+    steps = sorted(link.beat.step for link in others if link.beat is not None)
+    return steps[(2 * len(steps) - 1) // 3] if steps else 0

@@ -26,11 +26,10 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.pairwise.joining import AnchorCopier, serve_chunk
+from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.pairwise.joining import AnchorCopier, linked_others, others_step, serve_chunk
 from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer, on_offer, recent_partners
-from p2ptrain.protocol.pairwise.others import linked_others, others_step
-from p2ptrain.protocol.pairwise.partner import PartnerWeights
-from p2ptrain.protocol.pairwise.swap import Swaps
+from p2ptrain.protocol.pairwise.swap import PartnerWeights, Swaps
 from p2ptrain.protocol.rounds.deciding.record import MOST_INTERVAL
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer, PairWeights, Request
@@ -71,7 +70,6 @@ class Pairwise:
 
     Args:
         record: takes the name of an event, and its fields.
-        undecided: whether some known member was not dialled yet.
 
     Attributes:
         anchor: what the next step starts from, float32 of [blocks, 64]; changed in place.
@@ -79,14 +77,14 @@ class Pairwise:
     """
 
     def __init__(
-        self, engine: RoundDriver, rng: random.Random, record: Callable[..., None], undecided: Callable[[], bool]
+        self, engine: RoundDriver, rng: random.Random, record: Callable[..., None], membership: Membership
     ) -> None:
         self._engine = engine
         self._context = context = engine.context
         self._exchange = context.exchange
         self._run = context.run
         self._rng = rng
-        self._copier = AnchorCopier(context, rng, undecided)
+        self._copier = AnchorCopier(context, rng, membership)
         self._record = record
         num_blocks = context.state.num_blocks
         self.anchor = np.zeros((num_blocks, 64), np.float32)

@@ -24,7 +24,6 @@ from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.deciding.history import History, is_better, leads_to, merged, shared
 from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.state_sync.arrival import Arrivals
 from p2ptrain.protocol.state_sync.provenance import (
     NotNowError,
     OvertakenError,
@@ -34,7 +33,7 @@ from p2ptrain.protocol.state_sync.provenance import (
     delaying_rounds,
     rank_of,
 )
-from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers
+from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, land_state
 from p2ptrain.protocol.wire.messages import Beat, Entry, Head, SignedHead
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -81,8 +80,8 @@ class Joining:
         self,
         engine: RoundDriver,
         membership: Membership,
-        arrivals: Arrivals,
         *,
+        record: Callable[..., None],
         load_buffers: Callable[[bytes], None],
         may_found: bool,
         restored: Restored | None,
@@ -93,7 +92,7 @@ class Joining:
         self._engine = engine
         self._context = engine.context
         self._membership = membership
-        self._arrivals = arrivals
+        self._record = record
         self._load_buffers = load_buffers
         self._may_found = may_found
         self._restored = restored
@@ -154,7 +153,7 @@ class Joining:
             state.copy_from(restored.state)
             why = "its node failed" if restored.ours else "this peer was restarted, and no other one has a newer state"
             engine.found_lineage(restored.head, restored.history, why)
-            await self._arrivals.land("keep", "restored from a checkpoint", restored.run_step)
+            await land_state(engine, self._record, "keep", "restored from a checkpoint", restored.run_step)
             return
         if not self._pins.allows_founding(context.peer_id):
             raise TransientError(
@@ -166,7 +165,7 @@ class Joining:
         await context.compute(state.rehash)
         engine.found_run()
         self.founded = True
-        await self._arrivals.land("keep", "founded the run", founded=True)
+        await land_state(engine, self._record, "keep", "founded the run", founded=True)
 
     def _should_found(self, started: float) -> bool:
         """Whether it is our turn to found the run, or a lineage that goes on from our checkpoint.
@@ -300,9 +299,11 @@ class Joining:
         self._skipped.clear()
         self._engine.adopt(adopted, History(adopted.genesis, entries))
         if restored is not None and restored.head.state_hash == adopted.head.state_hash:
-            await self._arrivals.land("keep", "the swarm has the checkpoint's state", restored.run_step)
+            await land_state(
+                self._engine, self._record, "keep", "the swarm has the checkpoint's state", restored.run_step
+            )
         else:
-            await self._arrivals.land("write", "adopted the swarm's state")
+            await land_state(self._engine, self._record, "write", "adopted the swarm's state")
 
     async def _fetch(self, download: Download, donors: list[Link]) -> tuple[SignedHead, list[Entry]]:
         """Download the donors' state, and the history that leads to it. Raises PeerLostError, WireError."""

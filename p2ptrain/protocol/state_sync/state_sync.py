@@ -1,7 +1,7 @@
 """Brings this peer to the run's newest state: at the start (`joining`), and when it has fallen behind.
 
 A peer that missed rounds applies their records. If that is impossible, or the lineage is another one, it replaces its
-whole state. When two lineages meet, their histories decide (`rounds.history`).
+whole state. When two lineages meet, their histories decide (`rounds.deciding.history`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.deciding.history import History, merged, shared
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.state_sync.arrival import Arrivals
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
 from p2ptrain.protocol.state_sync.provenance import (
     NO_PINS,
@@ -32,7 +31,7 @@ from p2ptrain.protocol.state_sync.provenance import (
     is_preferred,
     rank_of,
 )
-from p2ptrain.protocol.state_sync.transfer import Download
+from p2ptrain.protocol.state_sync.transfer import Download, founder_of, land_state
 from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Founding, Head, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
@@ -65,12 +64,11 @@ class StateSync:
         rng: random.Random,
         pins: Pins = NO_PINS,
     ) -> None:
-        self._arrivals = Arrivals(engine, record)
         self.joining = Joining(
             engine,
             membership,
-            self._arrivals,
             load_buffers=load_buffers,
+            record=record,
             may_found=may_found,
             restored=restored,
             rng=rng,
@@ -79,6 +77,7 @@ class StateSync:
         self._engine = engine
         self._context = engine.context
         self._rng = rng
+        self._record = record
         self._pins = pins
         self._may_found = may_found
         self._download: Download | None = None
@@ -93,7 +92,7 @@ class StateSync:
     @property
     def run_founder(self) -> PeerId:
         """The id of the peer that founded the run; "" before we have its state."""
-        return self._arrivals.run_founder
+        return founder_of(self._engine)
 
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
@@ -243,7 +242,7 @@ class StateSync:
             self._download = None
             kind: LandingKind = "keep" if head.genesis == engine.head.genesis else "write"
             engine.adopt(signed, History(signed.genesis, merged(engine.history.entries, entries)))
-            await self._arrivals.land(kind, reason, run_step)
+            await land_state(engine, self._record, kind, reason, run_step)
         return True
 
     def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:
@@ -289,4 +288,4 @@ class StateSync:
         async with self._engine.paused():
             self._context.state.copy_from(restored.state)
             self._engine.found_lineage(restored.head, restored.history, "restored by the user")
-            await self._arrivals.land("keep", "restored by the user", restored.run_step)
+            await land_state(self._engine, self._record, "keep", "restored by the user", restored.run_step)

@@ -1,4 +1,6 @@
-"""Downloads the run's state: anchor and moments in verified chunks, from several donors in parallel.
+"""Moves the run's whole state: a donor serves it, another peer downloads it, and lands it.
+
+Anchor and moments come in verified chunks, from several donors in parallel.
 
 The manifest (the list of chunk hashes) comes in pages and is checked against the hash in the donor's head; every chunk
 is checked against the manifest. Verified chunks are kept when a donor is lost. If the swarm commits a round during the
@@ -17,6 +19,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, chunk_hash
+from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
@@ -26,6 +29,7 @@ from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.landing.outer_step import Progress, check_decodes, step_chunk
 from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES, OvertakenError
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack
+from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -275,3 +279,61 @@ class Download:
             raise WireError("its hash is wrong")
         target[:] = np.frombuffer(payload, np.float32).reshape(target.shape)
         self._held[index] = expected
+
+
+def founder_of(engine: RoundDriver) -> PeerId:
+    """The id of the peer that founded the run; "" before we have its state."""
+    return engine.history.genesis.founder if engine.history.genesis is not None else ""
+
+
+async def land_state(
+    engine: RoundDriver,
+    record: Callable[..., None],
+    kind: LandingKind,
+    reason: str,
+    run_step: int | None = None,
+    *,
+    founded: bool = False,
+) -> None:
+    """Land the engine's new head in the training thread, record that, and wait until it has taken effect.
+
+    Kind "write" replaces the weights by the anchor. So does the head of the run's last round with either kind, as all
+    peers end with the same weights.
+
+    Args:
+        record: takes the name of an event, and its fields.
+        reason: why the head is new, for the event.
+        run_step: where weights from a checkpoint are; None for those of the head.
+        founded: whether this peer founded the run.
+    """
+    context, head, run = engine.context, engine.head, engine.context.run
+    run_step = head.run_step if run_step is None else run_step
+    finished = run.is_over_at(head.run_step)
+    kind = "write" if finished else kind
+    # The interval that a checkpoint interrupted goes on: its round is due after the rest of it, at once if it was
+    # due. Steps in pairs have no head that says when the last one was.
+    since = 0 if run.is_pairwise else max(0, min(run_step - head.run_step, run.sync_every))
+    record(
+        "adopt",
+        founded=founded,
+        founder=founder_of(engine),
+        reason=reason,
+        lineage=head.lineage,
+        round=head.round,
+        run_step=run_step,
+        anchor_hash=head.anchor_hash,
+        state_hash=head.state_hash,
+    )
+    context.links.announce()
+    landing = Landing(
+        kind=kind,
+        buffer=context.state.anchor_tensor() if kind == "write" else None,
+        epoch=Epoch(head.lineage, head.round),
+        sync_every=run.sync_every,
+        run_step=run_step - since,
+        included_tokens=0,
+        snapshot_steps=context.exchange.steps - since if since else None,
+        report=None,
+        finished=finished,
+    )
+    await engine.committer.land(landing)

@@ -23,7 +23,7 @@ from p2ptrain.monitor.doctor.reach import (
 from p2ptrain.monitor.formatting import short_id
 from p2ptrain.network.probe import DialBack, InitialPeer, Probe
 from p2ptrain.network.ways import Interface, Way
-from p2ptrain.protocol.membership.lookup import MemberInfo
+from p2ptrain.protocol.membership.status import MemberInfo
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
 

@@ -25,9 +25,9 @@ import trio
 from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash
 from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.links.limits import MAX_STRIKES
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.averaging import Chunks
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S

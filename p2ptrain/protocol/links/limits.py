@@ -1,0 +1,231 @@
+"""Limits on what peers may do: places for links, rates of messages, and strikes for broken rules.
+
+Pure: `now` is in seconds on any clock. `frame_reader` limits the bytes that frames hold, and `outbox` what waits to be
+sent.
+
+Identities are free. If whoever came first kept its place, one stranger could hold all places. So the oldest greeting or
+link gives way, and a newcomer has its place until as many others have come after it as there are places. Strikes stop
+faulty software and the careless; what a stranger may do at all is bounded by the other limits.
+
+Messages are counted per identity, over all its links, so a new link does not reset the count. Limits are far above what
+an honest peer sends. Each allows a burst, because messages that gather while this process or the sender is held up
+arrive at once: at most those of the time after which one side gives up.
+
+What an honest peer sends at most:
+
+- A Beat a second, one more when a link begins and one when it takes over a state.
+- A fragment per push, of which there are at most 20 a second.
+- An Ack for each 24 KiB that it received.
+- A Request for each answer that it waits for, of which twelve may be under way: about as many as it gets answers.
+- For an attempt at a round, with a record of at most 40 KiB in some of them: as a leader Call, Roster, Reduce, Propose,
+  and Commit or Abort; as a member Due, Join or Refuse, Reduced, Ready or Withdraw, and one Arrived for each member (64)
+  and every 5 s. So about 80 messages, and two attempts a second are many.
+
+Answers and larger round chunks are not counted here: what was asked for bounds the ones, the network's flow control the
+others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.links.flow_control import ACK_EVERY_BYTES
+from p2ptrain.protocol.links.handshake import OBSERVER
+from p2ptrain.protocol.token_bucket import TokenBucket
+from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Mean, Message, PairWeights
+from p2ptrain.protocol.wire.text import shown
+from p2ptrain.protocol.wire.transport import PeerId
+
+# Streams before their Hello, in all and of one peer. A hundred peers may start at once.
+MAX_GREETING = 128
+MAX_GREETING_OF_ONE = 2
+# Links that are accepted. Our own side dials at most 128 peers, as do joining peers; the rest is for those and for
+# observers. The small frames of all links take 32 MiB at most.
+MAX_LINKS = 256
+# Of these, links of observers: dashboards, and joiners that ask for the settings, which takes a second (guess).
+MAX_OBSERVERS = 64
+BEATS_PER_S = 5.0
+FRAGMENTS_PER_S = 25.0
+# All other messages, in units: one, and one more per 4 KiB of the frame. Handling one takes some 50 µs (guess), so
+# that a sender just below the limit takes 1 % of a core.
+UNITS_PER_S = 200.0
+UNIT_BYTES = 4096
+# A request with an answer of at least this size is not counted: the bytes of the answer limit the rate.
+ANSWER_BYTES = 16 * 1024
+# Peers without a link whose limits are remembered, of about 1 KiB each; the one gone first is forgotten (guess).
+MAX_GONE = 4096
+# A peer with so many is refused until the first of them expires. Old software is excluded by the wire version.
+MAX_STRIKES = 3
+# Long enough that three strikes cost a flooder most of its time. Short enough that a peer that was repaired, or that
+# met a bug of ours, comes back by itself (guess).
+STRIKE_S = 600.0
+# Peers whose strikes are remembered; the one struck first is forgotten.
+MAX_STRUCK = 4096
+# Of a reason, for logs and lists.
+MAX_REASON = 200
+
+
+def greeting_to_end(greetings: Sequence[PeerId], newcomer: PeerId) -> int | None:
+    """The index of the greeting that ends for a stream of `newcomer`; None while there is a place.
+
+    A peer that has all that one may have loses its own oldest. If all places are taken, the oldest of the peers that
+    hold most is ended.
+
+    Args:
+        greetings: whose each unfinished greeting is, the oldest first.
+    """
+    held = Counter(greetings)
+    if held[newcomer] >= MAX_GREETING_OF_ONE:
+        return greetings.index(newcomer)
+    if len(greetings) < MAX_GREETING:
+        return None
+    most = max(held.values())
+    return next(index for index, peer_id in enumerate(greetings) if held[peer_id] == most)
+
+
+def excess_observers(role: str, members: int, observers: int) -> int | None:
+    """How many observers, the oldest ones, lose their link to a newcomer; None: it is refused.
+
+    It is refused if all places are those of members.
+
+    Args:
+        role: of the newcomer.
+        members, observers: how many others have a link.
+    """
+    excess = members + observers + 1 - MAX_LINKS
+    if role == OBSERVER:
+        excess = max(excess, observers + 1 - MAX_OBSERVERS)
+    return max(0, excess) if excess <= observers else None
+
+
+class MessageRates:
+    """The limits of one peer. `burst_s`: seconds of messages that may arrive at once."""
+
+    def __init__(self, burst_s: float, now: float) -> None:
+        self._beats = TokenBucket(BEATS_PER_S, BEATS_PER_S * burst_s, now)
+        self._fragments = TokenBucket(FRAGMENTS_PER_S, FRAGMENTS_PER_S * burst_s, now)
+        self._others = TokenBucket(UNITS_PER_S, UNITS_PER_S * burst_s, now)
+
+    def check(self, message: Message, size_bytes: int, newly_acked_bytes: int, now: float) -> None:
+        """Count a received message. Raises WireError if there are too many.
+
+        Args:
+            newly_acked_bytes: by how much its frame advanced the count of bulk bytes that the peer has received.
+        """
+        match message:
+            case Answer():
+                return
+            case Contribution() | Mean() | PairWeights() if size_bytes >= UNIT_BYTES:
+                return
+            case Ack() if newly_acked_bytes >= ACK_EVERY_BYTES:
+                return
+            case Beat():
+                bucket, cost = self._beats, 1.0
+            case Fragment():
+                bucket, cost = self._fragments, 1.0
+            case _:
+                bucket, cost = self._others, _units(size_bytes)
+        if not bucket.spend(cost, now):
+            kind = {Beat: "heartbeats", Fragment: "fragments"}.get(type(message), "control messages")
+            raise WireError(f"more than {bucket.rate_per_s:.0f} {kind} a second")
+
+    def check_unasked(self, size_bytes: int, now: float) -> None:
+        """Count an Answer that no request waits for; a few come too late. Raises WireError if there are too many."""
+        if not self._others.spend(_units(size_bytes), now):
+            raise WireError("too many answers that were not requested")
+
+    def note_answered(self, size_bytes: int) -> None:
+        """A request of the peer is answered with so many bytes."""
+        if size_bytes >= ANSWER_BYTES:
+            self._others.give_back(1.0)
+
+
+class PeerRates:
+    """The limits of all peers with a link, and of those whose link ended in the last `burst_s` seconds.
+
+    After that time their buckets are full again, so nothing is lost.
+    """
+
+    def __init__(self, burst_s: float) -> None:
+        self._burst_s = burst_s
+        self._rates: dict[PeerId, MessageRates] = {}
+        self._gone_s: dict[PeerId, float] = {}
+
+    def of(self, peer_id: PeerId, now: float) -> MessageRates:
+        """The limits for a new link of a peer."""
+        self._forget(now)
+        self._gone_s.pop(peer_id, None)
+        return self._rates.setdefault(peer_id, MessageRates(self._burst_s, now))
+
+    def note_gone(self, peer_id: PeerId, now: float) -> None:
+        """The link of a peer has ended."""
+        self._gone_s.pop(peer_id, None)
+        self._gone_s[peer_id] = now
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        while self._gone_s:
+            peer_id, gone_s = next(iter(self._gone_s.items()))
+            if now - gone_s < self._burst_s and len(self._gone_s) <= MAX_GONE:
+                return
+            del self._gone_s[peer_id], self._rates[peer_id]
+
+
+def _units(size_bytes: int) -> float:
+    return 1.0 + size_bytes // UNIT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A peer with strikes: how many, the reason of the last one, safe to print, and how many seconds ago that was."""
+
+    peer_id: PeerId
+    count: int
+    reason: str
+    age_s: float
+
+
+class Strikes:
+    """The strikes that this peer has given."""
+
+    def __init__(self) -> None:
+        self._given: dict[PeerId, deque[float]] = {}
+        self._reasons: dict[PeerId, str] = {}
+
+    def add(self, peer_id: PeerId, reason: str, now: float, *, count: int = 1) -> int:
+        """Give a peer a strike, or several at once. Returns how many it has now."""
+        given = self._given.pop(peer_id, None) or deque(maxlen=MAX_STRIKES)
+        given.extend([now] * count)
+        self._given[peer_id], self._reasons[peer_id] = given, shown(reason, MAX_REASON)  # the last struck is last
+        if len(self._given) > MAX_STRUCK:
+            self._forget(next(iter(self._given)))
+        return self.count(peer_id, now)
+
+    def count(self, peer_id: PeerId, now: float) -> int:
+        """The strikes of a peer that have not expired."""
+        given = self._given.get(peer_id)
+        while given and now - given[0] >= STRIKE_S:
+            given.popleft()
+        if not given:
+            self._forget(peer_id)
+            return 0
+        return len(given)
+
+    def counts(self, now: float) -> dict[PeerId, int]:
+        """All peers with strikes, the last struck last."""
+        counted = ((peer_id, self.count(peer_id, now)) for peer_id in list(self._given))
+        return {peer_id: count for peer_id, count in counted if count}
+
+    def latest(self, most: int, now: float) -> list[Struck]:
+        """The peers struck last, the newest first."""
+        return [
+            Struck(peer_id, count, self._reasons[peer_id], now - self._given[peer_id][-1])
+            for peer_id, count in reversed(self.counts(now).items())
+        ][:most]
+
+    def _forget(self, peer_id: PeerId) -> None:
+        self._given.pop(peer_id, None)
+        self._reasons.pop(peer_id, None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.monitor.dashboard import snapshot
-from p2ptrain.monitor.dashboard.curves import curves
+from p2ptrain.monitor.dashboard.snapshot import curves
 from p2ptrain.monitor.liveswarm import LiveSwarm
 
 if TYPE_CHECKING:

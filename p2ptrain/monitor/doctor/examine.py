@@ -11,8 +11,7 @@ import torch
 from p2ptrain.errors import ConfigError, P2PTrainError
 from p2ptrain.monitor.doctor import reach
 from p2ptrain.monitor.doctor.finding import Finding, failed
-from p2ptrain.monitor.doctor.local import check_machine
-from p2ptrain.monitor.doctor.machine import read_machine
+from p2ptrain.monitor.doctor.local import check_machine, read_machine
 from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.network.addresses import check_host_maddrs
 from p2ptrain.network.probe import Probe, probe

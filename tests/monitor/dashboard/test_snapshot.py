@@ -8,12 +8,11 @@ import time
 
 import pytest
 
-from p2ptrain.monitor.curve import MOST_POINTS, Curve
 from p2ptrain.monitor.dashboard import snapshot
-from p2ptrain.monitor.dashboard.curves import POINTS, RANGES, curves
+from p2ptrain.monitor.dashboard.snapshot import POINTS, RANGES, curves
 from p2ptrain.monitor.formatting import short_id
 from p2ptrain.monitor.liveswarm import MOST_PEERS, LiveSwarm
-from p2ptrain.monitor.peerview import MOST_RECENT, PeerView
+from p2ptrain.monitor.peerview import MOST_POINTS, MOST_RECENT, Curve, PeerView
 from p2ptrain.protocol.event_log.observer import Batch, Sighting, View
 from tests.monitor.dashboard.madeup import DAY_S, MadeUpSwarm, ids, of_a_day
 

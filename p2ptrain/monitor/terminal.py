@@ -7,7 +7,6 @@ does all the drawing, twice per second.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -86,7 +86,6 @@ def open_terminal(console: Console, drawing: Drawing) -> Iterator[Terminal]:
     root = logging.getLogger()
     handlers = root.handlers[:]
     root.handlers[:] = [_Above(terminal, handler) if _is_terminal(handler) else handler for handler in handlers]
-    terminal.start()
     try:
         yield terminal
     finally:
@@ -103,8 +102,6 @@ class Terminal:
         # Unbounded, because no line may be lost; emptied twice per second.
         self._lines: queue.SimpleQueue[Text] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="p2ptrain-terminal", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def say(self, text: str, style: str = "") -> None:
@@ -158,10 +155,7 @@ class Terminal:
         self._drawing.changed.clear()
 
     def _print_lines(self) -> None:
-        lines = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                lines.append(self._lines.get_nowait())
+        lines = [self._lines.get() for _ in range(self._lines.qsize())]
         if lines:  # all in one call: each print redraws the frame
             self._console.print(Text("\n").join(lines), soft_wrap=True)
 
@@ -185,10 +179,9 @@ class _Above(logging.Handler):
 
 
 def _is_terminal(handler: logging.Handler) -> bool:
-    if not isinstance(handler, logging.StreamHandler) or isinstance(handler, logging.FileHandler):
-        return False
+    stream: Any = getattr(handler, "stream", None)
     try:
-        return os.isatty(handler.stream.fileno())
+        return os.isatty(stream.fileno())
     except (OSError, ValueError, AttributeError):
         return False
 

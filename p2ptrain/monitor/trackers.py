@@ -178,7 +178,7 @@ class _WandbLike:
 
     def __init__(self, name: str, out: Path, run_id: str) -> None:
         self._library = importlib.import_module(name)
-        self._run = self._library.init(project="p2ptrain", group=run_id, name=out.resolve().name)
+        self._library.init(project="p2ptrain", group=run_id, name=out.resolve().name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         # Their steps may not go back; those of a run may, after a round.

@@ -21,20 +21,21 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from p2ptrain.errors import ConfigError
@@ -91,7 +92,8 @@ def showing(state: PageState, page: PageConfig, listener: socket.socket | None =
             access_log=False,
             lifespan="off",
             ws="none",
-            http=cast(Any, Connections().protocol),
+            http=cast(Any, partial(_connect, {})),
+            headers=list(HEADERS.items()),
             server_header=False,
             timeout_graceful_shutdown=1,
         )
@@ -116,23 +118,19 @@ def listen(page: PageConfig) -> socket.socket:
     """Take the port of a page. Raises ConfigError if it is in use, or the address does not belong to this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(page.host, page.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
             f"cannot serve the page on {page.host}: {error.strerror or error}; give an address of this machine"
         ) from None
     try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(64)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=64, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(
-            f"cannot serve the page on {page.host}, port {page.port}: {error.strerror or error}; choose another port "
-            "(0: any free one), or an address of this machine"
+            f"cannot serve the page on {page.host}, port {page.port}: {reason}; choose another port (0: any free one), "
+            "or an address of this machine"
         ) from None
-    return listener
 
 
 def _shown_host(host: str) -> str:
@@ -153,11 +151,11 @@ class _Key:
         return secrets.compare_digest(given.encode(), self.token.encode())
 
 
-def make_app(page_state: PageState, names: Sequence[str], key: _Key | None = None) -> Starlette:
-    """The application that shows `page_state`.
+def make_app(page_state: PageState, names: Sequence[str], key: _Key | None = None) -> ASGIApp:
+    """The application that shows `page_state`, to requests for an address, localhost or an allowed host name.
 
     Args:
-        names: host names to accept besides localhost and addresses.
+        names: the host names, besides localhost and addresses.
         key: what browsers must have; None: nothing.
     """
     streams = anyio.CapacityLimiter(MOST_STREAMS)
@@ -176,18 +174,30 @@ def make_app(page_state: PageState, names: Sequence[str], key: _Key | None = Non
             return PlainTextResponse(f"range: must be one of {', '.join(map(str, RANGES))}", 400)
         return Response(page_state.curves(int(given)), media_type="application/json")
 
-    return Starlette(
+    page = Starlette(
         routes=[
             Route("/", index),
             Route("/api/state", state),
             Route("/api/curves", curves),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[
-            Middleware(_Guard, names=frozenset(name.lower() for name in names), key=key),
-            Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5),
-        ],
+        middleware=[Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)],
     )
+    known = frozenset(name.lower() for name in names)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = page
+        if scope["type"] == "http" and not is_known_host(Headers(scope=scope).get("host", ""), known):
+            answer = PlainTextResponse(
+                "This page is served for addresses and localhost only. To open it under a host name, start p2ptrain "
+                "with --page-names NAME.\n",
+                403,
+            )
+        elif scope["type"] == "http" and key is not None:
+            answer = _unlocked(Request(scope), key, page)
+        await answer(scope, receive, send)
+
+    return guarded
 
 
 async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> AsyncIterator[bytes]:
@@ -202,35 +212,6 @@ async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> Asyn
                 yield b": keep-alive\n\n"
             await anyio.sleep(LOOK_S)
             quiet_s += LOOK_S
-
-
-class _Guard:
-    """Accepts only requests for an address, localhost or an allowed host name, and with the key if there is one.
-
-    Adds HEADERS to every response.
-    """
-
-    def __init__(self, app: ASGIApp, names: frozenset[str], key: _Key | None) -> None:
-        self._app = app
-        self._names = names
-        self._key = key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        answer = self._app
-        if scope["type"] == "http" and not is_known_host(Headers(scope=scope).get("host", ""), self._names):
-            answer = PlainTextResponse(
-                "This page is served for addresses and localhost only. To open it under a host name, start p2ptrain "
-                "with --page-names NAME.\n",
-                403,
-            )
-        elif scope["type"] == "http" and self._key is not None:
-            answer = _unlocked(Request(scope), self._key, self._app)
-        await answer(scope, receive, send_with_headers)
 
 
 def _unlocked(request: Request, key: _Key, app: ASGIApp) -> ASGIApp:
@@ -268,36 +249,20 @@ def _is_address(text: str) -> bool:
     return True
 
 
-class Connections:
-    """All open connections. `protocol` makes the protocol object of each, as uvicorn's setting `http` does.
-
-    Used in the thread of uvicorn's event loop only.
-    """
-
-    def __init__(self) -> None:
-        # In their order, as the clock of an event loop may not tell two that came at once apart.
-        self.open: dict[Connection, None] = {}
-
-    def protocol(self, **arguments: Any) -> Connection:
-        return Connection(H11Protocol(**arguments), self)
-
-    def admit(self, connection: Connection) -> bool:
-        """Whether there is a place; closes the connection that has waited longest for a request if all are taken."""
-        if len(self.open) >= MOST_CONNECTIONS:
-            waiting = [other for other in self.open if not other.is_busy]
-            if not waiting:
-                return False
-            longest = min(waiting, key=lambda other: other.waits_since_s)
-            del self.open[longest]
-            longest.abort()
-        self.open[connection] = None
-        return True
+def _connect(connections: dict[Connection, None], **arguments: Any) -> Connection:
+    """Make the protocol object of a new connection, as uvicorn's setting `http` does."""
+    return Connection(H11Protocol(**arguments), connections)
 
 
 class Connection:
-    """A protocol of the event loop around uvicorn's, which does the work."""
+    """A protocol of the event loop around uvicorn's, which does the work. Used in the thread of that loop only."""
 
-    def __init__(self, inner: H11Protocol, connections: Connections) -> None:
+    def __init__(self, inner: H11Protocol, connections: dict[Connection, None]) -> None:
+        """
+        Args:
+            inner: uvicorn's protocol.
+            connections: all open ones, in their order, as the clock of a loop may not tell two that came at once apart.
+        """
         self._inner = inner
         self._connections = connections
         self._transport: Any = None
@@ -319,10 +284,16 @@ class Connection:
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._is_admitted = self._connections.admit(self)
-        if not self._is_admitted:
-            transport.abort()
-            return
+        if len(self._connections) >= MOST_CONNECTIONS:
+            waiting = [other for other in self._connections if not other.is_busy]
+            if not waiting:
+                transport.abort()
+                return
+            longest = min(waiting, key=lambda other: other.waits_since_s)
+            del self._connections[longest]
+            longest.abort()
+        self._connections[self] = None
+        self._is_admitted = True
         self._inner.connection_made(transport)
         self._timer = self._inner.loop.call_later(REQUEST_TIMEOUT_S, self._check)
 
@@ -344,7 +315,7 @@ class Connection:
         self._inner.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._connections.open.pop(self, None)
+        self._connections.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
         if self._is_admitted:

@@ -173,14 +173,12 @@ def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int
     if run.is_pairwise:
         return (swap_bytes(gradient_codec(run), num_blocks),) * 2
     averaging = averaging_of(run)
-    gradient, mean = gradient_codec(run).size_bytes, mean_codec(run, members).size_bytes
-    plan = averaging.plan(_joins(members), (), num_blocks)
-    sizes = [part.stop - part.start for part in plan]
-    sent, received = [], []
-    for i, own in enumerate(sizes):
-        others = sizes[:i] + sizes[i + 1 :]
-        sent.append(sum(map(gradient, others)) + (members - 1) * mean(own) * averaging.reduces)
-        received.append((members - 1) * gradient(own) + sum(map(mean, others)) * averaging.reduces)
+    sizes = [part.stop - part.start for part in averaging.plan(_joins(members), (), num_blocks)]
+    gradients = [gradient_codec(run).size_bytes(size) for size in sizes]
+    means = [mean_codec(run, members).size_bytes(size) * averaging.reduces for size in sizes]
+    own = list(zip(gradients, means, strict=True))
+    sent = (sum(gradients) - gradient + (members - 1) * mean for gradient, mean in own)
+    received = ((members - 1) * gradient + sum(means) - mean for gradient, mean in own)
     return max(sent), max(received)
 
 

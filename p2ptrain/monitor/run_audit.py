@@ -140,7 +140,9 @@ class RunAudit:
                 self.skipped += 1
             case "round":
                 self._check(peer, event)
-                self._on_round(peer, event)
+                join = self._joining.get(peer)
+                if join is not None and join.round_s is None and not event["late"]:
+                    join.round_s = event["t"] - join.started_s
 
     def _check(self, peer: str, event: Event) -> None:
         round_ = self.rounds.note(peer, event)
@@ -160,11 +162,6 @@ class RunAudit:
         if join is not None and not event.get("founded"):
             join.state_s = event["t"] - join.started_s
             self.joins.append(join)
-
-    def _on_round(self, peer: str, event: Event) -> None:
-        join = self._joining.get(peer)
-        if join is not None and join.round_s is None and not event["late"]:
-            join.round_s = event["t"] - join.started_s
 
     # --- results --------------------------------------------------------------------------------------------------
 

@@ -34,9 +34,12 @@ DOING, LEAST_DOING = 28, 16
 MIN_NUMBER = 5
 GAP = 2
 STATE_STYLES = {
-    PeerState.TRAINING: "green", PeerState.LAST_ROUND: "cyan", PeerState.FINISHED: "cyan",
-    PeerState.KILLED: "bold red", PeerState.GONE: "bold red",
-}  # fmt: skip
+    PeerState.TRAINING: "green",
+    PeerState.LAST_ROUND: "cyan",
+    PeerState.FINISHED: "cyan",
+    PeerState.KILLED: "bold red",
+    PeerState.GONE: "bold red",
+}
 OTHER_STATE = "yellow"
 # A frame takes 3 ms of CPU (measured) that training could use. Changes are shown after SOONEST_S.
 REFRESH_S, SOONEST_S = 0.5, 0.1

@@ -320,6 +320,6 @@ def _find_on_lan(run_id: str, founder: str, host_maddrs: Sequence[str]) -> tuple
 
 def _take_port(endpoint: str, stack: ExitStack) -> Callable[[Peer], str]:
     require_extra("dashboard", f"dashboard = {endpoint!r}")
-    from p2ptrain.monitor.dashboard.from_peer import take_port
+    from p2ptrain.monitor.dashboard.serve import take_port
 
     return take_port(endpoint, PageConfig(), stack)

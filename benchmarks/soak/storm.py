@@ -12,8 +12,7 @@ from benchmarks.soak.peers import Scene, SoakPeer
 from benchmarks.soak.plan import CUT, Fault
 from p2ptrain.demo.orchestrator import start_bootstrap
 from p2ptrain.demo.processes import running_processes
-from p2ptrain.monitor.rounds import RoundView
-from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.monitor.run_audit import RoundView, RunAudit
 
 POLL_S = 0.25
 MEASURE_EVERY_S = 10.0

@@ -38,7 +38,7 @@ def dashboard(settings: Settings) -> None:
     require_extra("dashboard", "p2ptrain dashboard")
     if not settings.network_config().initial_peers:
         raise ConfigError("--initial-peers is required; give the address of a peer of the run, or a ticket")
-    from p2ptrain.monitor.dashboard.standalone import serve_dashboard
+    from p2ptrain.monitor.dashboard.serve import serve_dashboard
 
     try:
         serve_dashboard(settings, say=click.echo)

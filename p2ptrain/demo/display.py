@@ -10,10 +10,9 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from p2ptrain.monitor.formatting import clock, count, size
-from p2ptrain.monitor.frame import Row, loss_text, peer_table, progress
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.swarmview import SwarmView, Tone
-from p2ptrain.monitor.terminal import Drawing, open_terminal
+from p2ptrain.monitor.terminal import Drawing, Row, loss_text, open_terminal, peer_table, progress
 
 PROGRESS_LINE_EVERY_S = 10.0
 TONE_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.BAD: "bold red"}

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import ROUND_DOWN, Context
 from typing import Any
 
 from p2ptrain.algorithms.blocks import BLOCK
@@ -127,8 +128,8 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     contributors, donors_count = min(link.peers, run.max_contributors), link.peers - 1
     up_bytes, down_bytes = round_bytes(run, averaged_blocks, contributors)
     connections = 1 if run.is_pairwise else contributors - 1
-    taken_over = 0 if run.is_pairwise else taken_over_bytes(run, averaged_blocks, contributors)
-    fragment_bytes = fragment_size(run, num_blocks) if run.fragment_fraction else 0
+    taken_over = taken_over_bytes(run, averaged_blocks, contributors)
+    fragment_bytes = fragment_size(run, num_blocks)
     steps = steps_in_a_push(fragment_bytes, link.step_s)
     push_s = (PUSH_S + PUSH_BYTE_S * steps * fragment_bytes) / (link.gossip_budget * link.cores)
     push_every_s = max(steps * link.step_s, push_s)
@@ -172,19 +173,19 @@ def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int
     if run.is_pairwise:
         return (swap_bytes(gradient_codec(run), num_blocks),) * 2
     averaging = averaging_of(run)
-    gradient, mean = gradient_codec(run).size_bytes, mean_codec(run, members).size_bytes
-    plan = averaging.plan(_joins(members), (), num_blocks)
-    sizes = [part.stop - part.start for part in plan]
-    sent, received = [], []
-    for i, own in enumerate(sizes):
-        others = sizes[:i] + sizes[i + 1 :]
-        sent.append(sum(map(gradient, others)) + (members - 1) * mean(own) * averaging.reduces)
-        received.append((members - 1) * gradient(own) + sum(map(mean, others)) * averaging.reduces)
+    sizes = [part.stop - part.start for part in averaging.plan(_joins(members), (), num_blocks)]
+    gradients = [gradient_codec(run).size_bytes(size) for size in sizes]
+    means = [mean_codec(run, members).size_bytes(size) * averaging.reduces for size in sizes]
+    own = list(zip(gradients, means, strict=True))
+    sent = (sum(gradients) - gradient + (members - 1) * mean for gradient, mean in own)
+    received = ((members - 1) * gradient + sum(means) - mean for gradient, mean in own)
     return max(sent), max(received)
 
 
 def taken_over_bytes(run: RunConfig, num_blocks: int, members: int) -> int:
-    """What a peer downloads of a round of so many members: the mean, or all that it is made of."""
+    """What a peer downloads of a round of so many members: the mean, or all that it is made of. Pairs have none."""
+    if run.is_pairwise:
+        return 0
     if averaging_of(run).reduces:
         return mean_codec(run, members).size_bytes(num_blocks)
     return members * gradient_codec(run).size_bytes(num_blocks)
@@ -199,7 +200,9 @@ def transfer_s(size_bytes: int, rate_bytes_s: float, rtt_s: float, connections: 
 
 
 def fragment_size(run: RunConfig, num_blocks: int) -> int:
-    """Bytes of the fragment of one step."""
+    """Bytes of the fragment of one step; 0 without gossip."""
+    if not run.fragment_fraction:
+        return 0
     walk = Walk.of(run.fragment_fraction)
     return codec(run.fragment_codec).size_bytes(max(1, num_blocks * walk.per_step // walk.num_slots))
 
@@ -247,13 +250,15 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
     if is_too_large or found.gossip_bytes_s > SHARE_OF_LINK * slower_bytes_s:
         # At every step, so that it holds with a larger gossip budget too.
         allowed = SHARE_OF_LINK * slower_bytes_s * link.step_s / receivers(run, link.peers)
-        most = _rounded_down(run.fragment_fraction * min(MAX_PAYLOAD_BYTES, allowed) / found.fragment_bytes)
-        yield f"give --fragment-fraction {_plain(most)} or less: " + (
+        most = run.fragment_fraction * min(MAX_PAYLOAD_BYTES, allowed) / found.fragment_bytes
+        # One digit, rounded down; 1e-9 is for a fraction that is one digit already, but for its last bits.
+        digit = Context(prec=1, rounding=ROUND_DOWN).create_decimal(most * (1 + 1e-9))
+        too_large = (
             f"a fragment of {size(found.fragment_bytes)} does not fit into a frame of {size(MAX_PAYLOAD_BYTES)}, and "
             "p2ptrain join refuses it"
-            if is_too_large
-            else f"gossip then takes at most a quarter of the {slower}"
         )
+        why = too_large if is_too_large else f"gossip then takes at most a quarter of the {slower}"
+        yield f"give --fragment-fraction {digit:f} or less: {why}"
     if found.transfer_s > run.round_timeout_s / 2:
         least = math.ceil(2 * found.transfer_s / 100) * 100
         yield (
@@ -273,35 +278,35 @@ def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:
 
 def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
     """The estimate for a terminal."""
+    unit = next(unit for unit in reversed(UNITS) if params >= UNITS[unit])
     yield (
-        f"{_short(params)} parameters, {count(link.peers, 'peer')}, {link.rate_mbit:g} Mbit/s down and "
+        f"{params / UNITS[unit]:.4g}{unit} parameters, {count(link.peers, 'peer')}, {link.rate_mbit:g} Mbit/s down and "
         f"{link.rate_up_mbit or link.rate_mbit:g} up, {link.rtt_ms:g} ms round trip, {link.step_ms:g} ms a step"
     )
     event, round_trips = event_of(run)
-    slower_bytes_s, slower = _slower(link)
-    others = link.peers - run.max_contributors if found.taken_over_bytes else 0
-    is_limited = (
-        found.gossip_bytes_s > 0
-        and found.push_every_s > steps_in_a_push(found.fragment_bytes, link.step_s) * link.step_s
+    trips = f"{seconds(found.round_trips_s)} for {round_trips} round trips"
+    share, interval = f"{100 * found.share:.1f} %", seconds(found.interval_s)
+    yield f"{event:<9}{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({codecs_of(run, link)})"
+    yield (
+        f"{'':9}{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {trips}, "
+        f"{seconds(found.compute_s)} of compute"
     )
+    yield f"{'':9}{share} of an interval of {run.sync_every} steps, {interval}; training goes on meanwhile"
+    others = link.peers - run.max_contributors
+    if found.taken_over_bytes and others > 0:
+        each = "the other one" if others == 1 else f"each of the other {others}"
+        yield (
+            f"{'':9}{run.max_contributors} peers contribute; {each} then downloads {size(found.taken_over_bytes)} from "
+            f"partners, so {size(found.passed_on_bytes)} up per peer on average"
+        )
+    slower_bytes_s, slower = _slower(link)
+    gossip = f"{size(found.gossip_bytes_s)} a second up and down, {100 * found.gossip_bytes_s / slower_bytes_s:.1f} %"
+    is_limited = found.push_every_s > steps_in_a_push(found.fragment_bytes, link.step_s) * link.step_s
     every = f"; a push every {seconds(found.push_every_s)} by --gossip-budget {link.gossip_budget:g}"
-    rows = (
-        (event, f"{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({codecs_of(run, link)})"),
-        ("", f"{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {seconds(found.round_trips_s)} for "
-             f"{round_trips} round trips, {seconds(found.compute_s)} of compute"),
-        ("", f"{_percent(found.share)} of an interval of {run.sync_every} steps, {seconds(found.interval_s)}; training "
-             "goes on meanwhile"),
-        *((("", f"{run.max_contributors} peers contribute; {_each_other(others)} then downloads "
-                f"{size(found.taken_over_bytes)} from partners, so {size(found.passed_on_bytes)} up per peer "
-                "on average"),) if others > 0 else ()),
-        ("gossip", f"{size(found.gossip_bytes_s)} a second up and down, "
-                   f"{_percent(found.gossip_bytes_s / slower_bytes_s)} of the {slower}"
-                   + every * is_limited),
-        ("joining", f"{size(found.state_bytes)} down, {seconds(found.joining_s)}"),
-        ("memory", f"{size(found.at_rest_bytes + found.in_a_round_bytes)} in a round, plus the batch; of that "
-                   f"{size(found.at_rest_bytes)} on the GPU if there is one"),
-    )  # fmt: skip
-    yield from (f"{name:<9}{text}" for name, text in rows)
+    yield f"gossip   {gossip} of the {slower}" + (every if found.fragment_bytes and is_limited else "")
+    yield f"joining  {size(found.state_bytes)} down, {seconds(found.joining_s)}"
+    in_a_round, at_rest = size(found.at_rest_bytes + found.in_a_round_bytes), size(found.at_rest_bytes)
+    yield f"memory   {in_a_round} in a round, plus the batch; of that {at_rest} on the GPU if there is one"
     yield from (f"→ {text}" for text in advice(run, params, link, found))
 
 
@@ -313,29 +318,6 @@ def seconds(value: float) -> str:
 def _slower(link: Link) -> tuple[float, str]:
     """The slower direction of a link, in bytes a second, and its name."""
     return min((link.up_bytes_s, "uplink"), (link.down_bytes_s, "downlink"), key=lambda pair: pair[0])
-
-
-def _each_other(others: int) -> str:
-    return "the other one" if others == 1 else f"each of the other {others}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _short(params: int) -> str:
-    unit = next(unit for unit in reversed(UNITS) if params >= UNITS[unit])
-    return f"{params / UNITS[unit]:.4g}{unit}"
-
-
-def _rounded_down(value: float) -> float:
-    digit: float = 10.0 ** math.floor(math.log10(value))
-    return math.floor(value / digit + 1e-9) * digit
-
-
-def _plain(value: float) -> str:
-    """A short decimal number, without an exponent."""
-    return f"{value:.15f}".rstrip("0").rstrip(".")
 
 
 def _joins(members: int) -> dict[str, Join]:

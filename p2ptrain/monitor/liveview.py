@@ -17,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from p2ptrain.monitor.formatting import count, duration, short_id, size
-from p2ptrain.monitor.frame import Row, fitting, loss_text, peer_table, progress
 from p2ptrain.monitor.peerview import PeerState, PeerView
-from p2ptrain.monitor.terminal import Drawing
+from p2ptrain.monitor.terminal import Drawing, Row, fitting, loss_text, peer_table, progress
 from p2ptrain.protocol.membership.status import PeerStatus
 
 if TYPE_CHECKING:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from p2ptrain.monitor.curve import Curve
+from p2ptrain.protocol.event_log.downsampling import coalesce
 from p2ptrain.protocol.event_log.events import Event
 
+# More than the columns of a screen.
+MOST_POINTS = 2048
+# The newest points are never averaged: users look at them most closely.
+FRESH_POINTS = 512
 # Window of speeds in seconds: long enough to be readable, short enough to show a change.
 RECENT_S = 4.0
 # Bound on the steps of that window: another peer says at what times it made them.
@@ -19,6 +24,40 @@ MOST_RECENT = 1024
 SMOOTHING = 0.98
 # Bound on counted reasons; there are ten.
 MOST_REASONS = 512
+
+
+# Time in seconds, value, and of how many neighbours both are the mean.
+Point = tuple[float, float, int]
+
+
+class Curve:
+    """A bounded series of points, added in order of time; averages neighbouring old points when full."""
+
+    def __init__(self) -> None:
+        self._points: list[Point] = []
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        return ((t, value) for t, value, _ in self._points)
+
+    @property
+    def last(self) -> float | None:
+        """The newest value."""
+        return self._points[-1][1] if self._points else None
+
+    def add(self, t: float, value: float) -> None:
+        self._points.append((t, value, 1))
+        if len(self._points) > MOST_POINTS:
+            old = self._points[:-FRESH_POINTS]
+            self._points[:-FRESH_POINTS] = coalesce(old, MOST_POINTS - 2 * FRESH_POINTS, lambda point: point[2], _mean)
+
+
+def _mean(a: Point, b: Point) -> Point:
+    (t, value, weight), (t2, value2, weight2) = a, b
+    total = weight + weight2
+    return (t * weight + t2 * weight2) / total, (value * weight + value2 * weight2) / total, total
 
 
 class PeerState(enum.Enum):

@@ -15,40 +15,46 @@ from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.peer_config import ENDPOINT, LOOPBACK, parse_endpoint
 from p2ptrain.version import __version__
 
-# By name, without the prefix p2ptrain_: help and, for a counter of several series, its label.
-COUNTERS = {
-    "steps": ("Inner steps that this peer has made.",),
-    "tokens": ("Tokens, or other samples, that this peer has trained on.",),
-    "fragments_sent": ("Fragments sent.",),
-    "fragments_merged": ("Fragments of other peers that were merged.",),
-    "fragments_skipped": ("Fragments skipped, by reason (docs/use/metrics.md).", "reason"),
-    "sent_bytes": ("Bytes sent, for fragments and for rounds.", "traffic"),
-    "received_bytes": ("Bytes received, for fragments and for rounds.", "traffic"),
-    "rounds": ("Rounds applied here (committed, solo) or skipped.", "status"),
-    "pair_steps": ("Outer steps in a run with pairwise steps, with a partner (paired) or without.", "status"),
-    "rounds_late": ("Committed rounds without this peer's outer gradient.",),
-    "daemon_restarts": ("Restarts of the libp2p daemon.",),
-}
-GAUGES = {
-    "loss": "Training loss of this peer's last step, in nats.",
-    "eval_loss": "Newest loss on held-out data, in nats.",
-    "run_step": "The run's step that this peer has reached.",
-    "step_seconds": "Moving average of the time of an inner step without its exchange.",
-    "round_contributors": "Contributors of the last round applied here.",
-    "round": "Number of the last round applied here.",
-    "anchor_spread": "How far an anchor is from the mean of all, relative to its size; by the last partner's.",
-    "peers": "Live peers of the run, this one included.",
-}
-HISTOGRAMS = {
-    # 0.2 to 5 ms (docs/evidence/benchmarks.md); the upper buckets are for machines that swap.
-    "exchange_seconds": (
-        "Time per step that the exchange blocked the training thread.",
-        (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+# By name, without the prefix p2ptrain_: kind, help, and more arguments of that kind.
+METRICS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "steps": ("Counter", "Inner steps that this peer has made.", {}),
+    "tokens": ("Counter", "Tokens, or other samples, that this peer has trained on.", {}),
+    "fragments_sent": ("Counter", "Fragments sent.", {}),
+    "fragments_merged": ("Counter", "Fragments of other peers that were merged.", {}),
+    "fragments_skipped": ("Counter", "Fragments skipped, by reason (docs/use/metrics.md).", {"labelnames": ["reason"]}),
+    "sent_bytes": ("Counter", "Bytes sent, for fragments and for rounds.", {"labelnames": ["traffic"]}),
+    "received_bytes": ("Counter", "Bytes received, for fragments and for rounds.", {"labelnames": ["traffic"]}),
+    "rounds": ("Counter", "Rounds applied here (committed, solo) or skipped.", {"labelnames": ["status"]}),
+    "pair_steps": (
+        "Counter",
+        "Outer steps in a run with pairwise steps, with a partner (paired) or without.",
+        {"labelnames": ["status"]},
     ),
-    # From a demo on one machine to half an hour, the default time limit of an attempt.
+    "rounds_late": ("Counter", "Committed rounds without this peer's outer gradient.", {}),
+    "daemon_restarts": ("Counter", "Restarts of the libp2p daemon.", {}),
+    "loss": ("Gauge", "Training loss of this peer's last step, in nats.", {}),
+    "eval_loss": ("Gauge", "Newest loss on held-out data, in nats.", {}),
+    "run_step": ("Gauge", "The run's step that this peer has reached.", {}),
+    "step_seconds": ("Gauge", "Moving average of the time of an inner step without its exchange.", {}),
+    "round_contributors": ("Gauge", "Contributors of the last round applied here.", {}),
+    "round": ("Gauge", "Number of the last round applied here.", {}),
+    "anchor_spread": (
+        "Gauge",
+        "How far an anchor is from the mean of all, relative to its size; by the last partner's.",
+        {},
+    ),
+    "peers": ("Gauge", "Live peers of the run, this one included.", {}),
+    "exchange_seconds": (
+        "Histogram",
+        "Time per step that the exchange blocked the training thread.",
+        # 0.2 to 5 ms (docs/evidence/benchmarks.md); the upper buckets are for machines that swap.
+        {"buckets": (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)},
+    ),
     "round_seconds": (
+        "Histogram",
         "Duration of a round, from joining it to applying its result.",
-        (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1800.0),
+        # From a demo on one machine to half an hour, the default time limit of an attempt.
+        {"buckets": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1800.0)},
     ),
 }
 # Time for running scrapes to end when the peer leaves.
@@ -80,29 +86,22 @@ class PrometheusSink:
         host, port = parsed
         registry = client.CollectorRegistry()
         self._info = client.Info("p2ptrain", "This peer and its run.", registry=registry)
-        self._counters = {
-            name: client.Counter(f"p2ptrain_{name}", text, labels, registry=registry)
-            for name, (text, *labels) in COUNTERS.items()
-        }
-        self._gauges = {
-            name: client.Gauge(f"p2ptrain_{name}", text, registry=registry) for name, text in GAUGES.items()
-        }
-        self._histograms = {
-            name: client.Histogram(f"p2ptrain_{name}", text, buckets=buckets, registry=registry)
-            for name, (text, buckets) in HISTOGRAMS.items()
+        self._metrics: dict[str, Any] = {
+            name: getattr(client, kind)(f"p2ptrain_{name}", text, registry=registry, **more)
+            for name, (kind, text, more) in METRICS.items()
         }
         client.ProcessCollector(registry=registry)
         client.PlatformCollector(registry=registry)
         # Create all series at 0, so that rates are right from the first event on.
         for status in ("committed", "solo", "skipped"):
-            self._counters["rounds"].labels(status)
+            self._metrics["rounds"].labels(status)
         for status in ("paired", "alone", "skipped"):
-            self._counters["pair_steps"].labels(status)
+            self._metrics["pair_steps"].labels(status)
         for traffic in ("fragment", "round"):
             self._count_bytes(traffic, {"bytes_sent": 0, "bytes_received": 0})
-        self._gauges["peers"].set(1)
+        self._metrics["peers"].set(1)
         for unknown in ("loss", "eval_loss", "round", "anchor_spread"):
-            self._gauges[unknown].set(float("nan"))
+            self._metrics[unknown].set(float("nan"))
         try:
             self._server, self._thread = client.start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
@@ -113,54 +112,48 @@ class PrometheusSink:
 
     def write(self, event: str, /, **fields: Any) -> None:
         """Count one event; ignore events without metrics."""
-        counters, gauges = self._counters, self._gauges
+        metrics = self._metrics
         match event:
             case "start":
-                self._info.info(
-                    {
-                        "version": __version__,
-                        "run_id": fields["run_id"],
-                        "run_digest": fields["run_digest"][:12],
-                        "peer_id": fields["peer_id"],
-                        "model": fields["run"]["model"],
-                    }
-                )
+                run = {"run_id": fields["run_id"], "run_digest": fields["run_digest"][:12]}
+                peer = {"peer_id": fields["peer_id"], "model": fields["run"]["model"]}
+                self._info.info({"version": __version__, **run, **peer})
             case "adopt":
-                gauges["run_step"].set(fields["run_step"])
-                gauges["round"].set(fields["round"])
+                metrics["run_step"].set(fields["run_step"])
+                metrics["round"].set(fields["round"])
             case "step":
-                counters["steps"].inc()
-                counters["tokens"].inc(fields["tokens"])
-                gauges["run_step"].set(fields["step"])
-                gauges["step_seconds"].set(fields["step_s"])
-                gauges["loss"].set(_number(fields["loss"]))
-                self._histograms["exchange_seconds"].observe(fields["exchange_s"])
+                metrics["steps"].inc()
+                metrics["tokens"].inc(fields["tokens"])
+                metrics["run_step"].set(fields["step"])
+                metrics["step_seconds"].set(fields["step_s"])
+                metrics["loss"].set(_number(fields["loss"]))
+                metrics["exchange_seconds"].observe(fields["exchange_s"])
             case "fragments":
-                counters["fragments_sent"].inc(fields["sent"])
-                counters["fragments_merged"].inc(fields["merged"])
+                metrics["fragments_sent"].inc(fields["sent"])
+                metrics["fragments_merged"].inc(fields["merged"])
                 for reason, number in fields["skipped"].items():
-                    counters["fragments_skipped"].labels(reason).inc(number)
+                    metrics["fragments_skipped"].labels(reason).inc(number)
                 self._count_bytes("fragment", fields)
             case "round":
-                counters["rounds"].labels(fields["status"]).inc()
+                metrics["rounds"].labels(fields["status"]).inc()
                 self._count_bytes("round", fields)
                 if fields["status"] != "skipped":
-                    counters["rounds_late"].inc(fields["late"])
-                    gauges["round"].set(fields["round"])
-                    gauges["round_contributors"].set(fields["group_size"])
-                    self._histograms["round_seconds"].observe(fields["wall_s"])
+                    metrics["rounds_late"].inc(fields["late"])
+                    metrics["round"].set(fields["round"])
+                    metrics["round_contributors"].set(fields["group_size"])
+                    metrics["round_seconds"].observe(fields["wall_s"])
             case "pair":
-                counters["pair_steps"].labels(fields["status"]).inc()
+                metrics["pair_steps"].labels(fields["status"]).inc()
                 self._count_bytes("round", fields)
                 if fields["spread"] is not None:
-                    gauges["anchor_spread"].set(fields["spread"])
+                    metrics["anchor_spread"].set(fields["spread"])
             case "eval":
                 # Training loops of users record this event too, with any fields.
-                gauges["eval_loss"].set(_number(fields.get("loss")))
+                metrics["eval_loss"].set(_number(fields.get("loss")))
             case "peers":
-                gauges["peers"].set(1 + len(fields["alive"]))
+                metrics["peers"].set(1 + len(fields["alive"]))
             case "daemon":
-                counters["daemon_restarts"].inc(fields["status"] == "restarted")
+                metrics["daemon_restarts"].inc(fields["status"] == "restarted")
 
     def close(self) -> None:
         """Stop listening. May be called twice."""
@@ -171,8 +164,8 @@ class PrometheusSink:
         self._server.server_close()
 
     def _count_bytes(self, traffic: str, fields: dict[str, Any]) -> None:
-        self._counters["sent_bytes"].labels(traffic).inc(fields["bytes_sent"])
-        self._counters["received_bytes"].labels(traffic).inc(fields["bytes_received"])
+        self._metrics["sent_bytes"].labels(traffic).inc(fields["bytes_sent"])
+        self._metrics["received_bytes"].labels(traffic).inc(fields["bytes_received"])
 
 
 def _number(value: object) -> float:

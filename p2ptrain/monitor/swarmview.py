@@ -1,12 +1,14 @@
 """The state of all peers together: rounds, correlation and notices.
 
-The demo shows it on a terminal, the dashboard in a browser. Memory is bounded.
+The demo shows it on a terminal, and tells it which peers it starts and kills. The dashboard shows it in a browser, and
+tells it what an observer sees. Memory is bounded.
 """
 
 from __future__ import annotations
 
 import enum
 import statistics
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,14 +17,17 @@ import numpy.typing as npt
 from p2ptrain.algorithms.metrics import pairwise_correlation
 from p2ptrain.monitor.formatting import count, size
 from p2ptrain.monitor.peerview import PeerState, PeerView
-from p2ptrain.monitor.rounds import RoundTable
+from p2ptrain.monitor.run_audit import RoundTable
 from p2ptrain.protocol.event_log.events import Event
+from p2ptrain.protocol.event_log.observer import Sighting, View
 
 # Bounds: rounds of a day at one per minute, notices, samples of 30 peers in 15 MB.
 MOST_ROUNDS = 1500
 MOST_NOTICES = 1000
 MOST_SAMPLED = 256
 MOST_CORRELATIONS = 2048
+# Observed peers to remember, with their curves; beyond that the peer that has been gone for longest is forgotten.
+MOST_PEERS = 256
 Values = npt.NDArray[np.float32]
 
 
@@ -73,24 +78,31 @@ class SwarmView:
     """The known state of a run, and the notices for the user.
 
     Attributes:
-        began_s: start of the view, in seconds since the epoch.
-        total_steps: length of the run.
+        began_s: start of the view, in seconds since the epoch; times of notices are relative to it.
+        total_steps: length of the run; 0 until a peer says it.
         peers: by number, in order of appearance.
         rounds: rounds that were applied or skipped.
         notices: lines for the user, in the order in which their events arrived.
         killed_at: number of the killed peer, and the time in seconds since the epoch.
         joined_at: number of the late peer, and when it had the swarm's weights.
         late: number of the late peer once its process has started.
+        sightings: an observer's last sighting of each peer, by number.
+        numbers: numbers of the peers that an observer knows, by id.
+        linked: numbers of the peers that an observer has a link to.
     """
 
-    began_s: float
-    total_steps: int
+    began_s: float = 0.0
+    total_steps: int = 0
     peers: dict[int, PeerView] = field(default_factory=dict)
     rounds: RoundTable = field(default_factory=lambda: RoundTable(MOST_ROUNDS))
     notices: list[Notice] = field(default_factory=list)
     killed_at: tuple[int, float] | None = None
     joined_at: tuple[int, float] | None = None
     late: int | None = None
+    sightings: dict[int, Sighting] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    linked: set[int] = field(default_factory=set)
+    _next_number: int = 1
     _noticed: set[int] = field(default_factory=set)
     _next_notice: int = 0
     _samples: dict[int, dict[int, tuple[float, Values]]] = field(default_factory=dict)
@@ -113,6 +125,54 @@ class SwarmView:
         self.peers[number].state = PeerState.KILLED
         self.killed_at = (number, now_s)
         self.add_notice(now_s, f"peer {number} killed (SIGKILL) at step {self.step:,}", Tone.BAD)
+
+    # --- from an observer -----------------------------------------------------------------------------------------
+
+    def observe(self, view: View, now_s: float) -> None:
+        """Add the next view of an observer; `now_s` in seconds since the epoch."""
+        present = frozenset(sighting.peer_id for sighting in view.members)
+        for batch in view.batches:
+            peer = self._observed(batch.peer_id, present)
+            for event in batch.events:
+                self.apply(peer.number, event)
+            self.total_steps = max(self.total_steps, peer.total_steps)
+        linked = set()
+        for sighting in view.members:
+            number = self._observed(sighting.peer_id, present).number
+            self.sightings[number] = sighting
+            if sighting.linked:
+                linked.add(number)
+        for number in sorted(linked - self.linked):
+            self._on_linked(self.peers[number], now_s)
+        for number in sorted((self.linked - linked) & self.peers.keys()):
+            self._on_lost(self.peers[number], now_s)
+        self.linked = linked
+
+    def _observed(self, peer_id: str, present: Collection[str]) -> PeerView:
+        if peer_id not in self.numbers:
+            if len(self.numbers) >= MOST_PEERS:
+                # A view has fewer members than are remembered.
+                absent = [peer for peer in self.peers.values() if peer.peer_id not in present]
+                oldest = min(absent, key=lambda peer: (peer.number in self.linked, peer.heard_t, peer.number))
+                del self.peers[oldest.number], self.numbers[oldest.peer_id]
+                self.sightings.pop(oldest.number, None)
+            self.numbers[peer_id] = self._next_number
+            self.peers[self._next_number] = PeerView(self._next_number, peer_id)
+            self._next_number += 1
+        return self.peers[self.numbers[peer_id]]
+
+    def _on_linked(self, peer: PeerView, now_s: float) -> None:
+        if peer.state in (PeerState.GONE, PeerState.LEFT):
+            peer.state = PeerState.TRAINING if peer.own_steps else PeerState.JOINING
+            self.add_notice(now_s, f"{peer.name} is back", Tone.GOOD)
+
+    def _on_lost(self, peer: PeerView, now_s: float) -> None:
+        if peer.state is PeerState.FINISHED or self.sightings[peer.number].left:
+            peer.state = PeerState.LEFT
+            self.add_notice(now_s, f"{peer.name} left the run at step {peer.step:,}")
+        else:
+            peer.state = PeerState.GONE
+            self.add_notice(now_s, f"{peer.name} is gone at step {peer.step:,}: connection lost", Tone.BAD)
 
     # --- from the peers -------------------------------------------------------------------------------------------
 

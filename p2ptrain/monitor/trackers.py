@@ -111,7 +111,10 @@ class Figures:
                 # The time since the last step was no training.
                 self._since_s += now - self._trained_s
                 self._trained_s = now
-                return self._of_evaluation(fields)
+                if not isinstance(fields.get("loss"), (int, float)):
+                    return []
+                self._step, loss = max(self._step, int(fields.get("step") or 0)), float(fields["loss"])
+                return [(self._step, {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})]
             case "round" if fields["status"] != "skipped":
                 named = {"group_size": "contributors", "wall_s": "seconds", "stall_s": "held_s", "cosine": "cosine"}
                 values = {f"round/{name}": float(fields[key]) for key, name in named.items()}
@@ -138,13 +141,6 @@ class Figures:
         self._tokens += int(fields["tokens"])
         self._held_s += float(fields["exchange_s"])
         return self._mean(now) if now - self._since_s >= MEAN_S else []
-
-    def _of_evaluation(self, fields: Mapping[str, Any]) -> list[tuple[int, Values]]:
-        if not isinstance(fields.get("loss"), (int, float)):
-            return []
-        self._step = max(self._step, int(fields.get("step") or 0))
-        loss = float(fields["loss"])
-        return [(self._step, {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})]
 
     def _mean(self, now: float) -> list[tuple[int, Values]]:
         if not self._losses:
@@ -178,7 +174,7 @@ class _WandbLike:
 
     def __init__(self, name: str, out: Path, run_id: str) -> None:
         self._library = importlib.import_module(name)
-        self._run = self._library.init(project="p2ptrain", group=run_id, name=out.resolve().name)
+        self._library.init(project="p2ptrain", group=run_id, name=out.resolve().name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         # Their steps may not go back; those of a run may, after a round.

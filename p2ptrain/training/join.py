@@ -123,7 +123,7 @@ def join_run(
             say(f"Prometheus metrics at {prometheus.url}")
         show = None
         if config.dashboard is not None:
-            from p2ptrain.monitor.dashboard.from_peer import take_port  # only with its extra
+            from p2ptrain.monitor.dashboard.serve import take_port  # only with its extra
 
             show = take_port(config.dashboard, settings.page_config(), stack)
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.monitor.dashboard import snapshot
-from p2ptrain.monitor.dashboard.curves import curves
-from p2ptrain.monitor.liveswarm import LiveSwarm
+from p2ptrain.monitor.dashboard.snapshot import curves
+from p2ptrain.monitor.swarmview import SwarmView
 
 if TYPE_CHECKING:
     from p2ptrain.peer.watch import Watch
@@ -39,7 +39,7 @@ class PageState:
         self.closing = threading.Event()
         self._errors = ErrorLog(logger)
         self._lock = threading.Lock()
-        self._live = LiveSwarm()
+        self._swarm = SwarmView()
         self._parts: dict[str, tuple[int, bytes]] = {}
         self._version = 0
         self._curves: dict[int, tuple[float, bytes]] = {}
@@ -60,11 +60,11 @@ class PageState:
                 logger.debug("no news from the swarm: %s", error)
         with self._lock:
             if view is not None:
-                self._live.take(view, now_s)
+                self._swarm.observe(view, now_s)
             self._put("run", {"run_id": self.run_id, "trouble": self.trouble})
-            self._put("overview", snapshot.overview(self._live, now_s))
-            self._put("rounds", snapshot.rounds(self._live))
-            self._put("notices", snapshot.notices(self._live))
+            self._put("overview", snapshot.overview(self._swarm, now_s))
+            self._put("rounds", snapshot.rounds(self._swarm))
+            self._put("notices", snapshot.notices(self._swarm))
 
     def since(self, version: int) -> list[tuple[int, str, bytes]]:
         """Version, name and value of the parts newer than `version`, oldest first."""
@@ -77,7 +77,7 @@ class PageState:
             now_s = time.time()
             drawn_s, data = self._curves.get(range_s, (0.0, b""))
             if now_s - drawn_s >= CURVES_EVERY_S:
-                data = _json(curves(self._live, range_s, now_s))
+                data = _json(curves(self._swarm, range_s, now_s))
                 self._curves[range_s] = (now_s, data)
             return data
 

@@ -4,6 +4,10 @@ It is read-only and loads nothing from other hosts. It answers requests for addr
 unknown host names: otherwise a foreign web page could read it (DNS rebinding). Where other machines can reach it, it
 answers only browsers that have its token: the address that `showing` gives holds it, and the first request turns it
 into a cookie.
+
+uvicorn neither limits the time of a request's head nor makes room for new connections, so a few hundred that send half
+a request would lock out every browser. Here each has a deadline, and when all places are taken the connection that has
+waited longest without a whole request makes room for a new one.
 """
 
 from __future__ import annotations
@@ -17,25 +21,26 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.dashboard.connections import Connections
-from p2ptrain.monitor.dashboard.curves import RANGES
 from p2ptrain.monitor.dashboard.page_state import PageState
+from p2ptrain.monitor.dashboard.snapshot import RANGES
 from p2ptrain.network.socket_stream import close_everywhere
 from p2ptrain.settings.peer_config import PageConfig
 
@@ -43,8 +48,11 @@ STATIC = Path(__file__).parent / "static"
 LOOK_S = 0.25
 # Interval of keep-alive comments, which reveal dead connections.
 ALIVE_S = 15.0
-# Bound on concurrent event streams; `connections` has that on connections.
+# Bound on concurrent event streams.
 MOST_STREAMS = 32
+# A browser opens six connections, and sends its request at once.
+MOST_CONNECTIONS = 200
+REQUEST_TIMEOUT_S = 10.0
 TOKEN_BYTES = 16
 STOP_S = 3.0
 HEADERS = {
@@ -84,7 +92,8 @@ def showing(state: PageState, page: PageConfig, listener: socket.socket | None =
             access_log=False,
             lifespan="off",
             ws="none",
-            http=cast(Any, Connections().protocol),
+            http=cast(Any, partial(_connect, {})),
+            headers=list(HEADERS.items()),
             server_header=False,
             timeout_graceful_shutdown=1,
         )
@@ -109,23 +118,19 @@ def listen(page: PageConfig) -> socket.socket:
     """Take the port of a page. Raises ConfigError if it is in use, or the address does not belong to this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(page.host, page.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
             f"cannot serve the page on {page.host}: {error.strerror or error}; give an address of this machine"
         ) from None
     try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(64)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=64, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(
-            f"cannot serve the page on {page.host}, port {page.port}: {error.strerror or error}; choose another port "
-            "(0: any free one), or an address of this machine"
+            f"cannot serve the page on {page.host}, port {page.port}: {reason}; choose another port (0: any free one), "
+            "or an address of this machine"
         ) from None
-    return listener
 
 
 def _shown_host(host: str) -> str:
@@ -146,11 +151,11 @@ class _Key:
         return secrets.compare_digest(given.encode(), self.token.encode())
 
 
-def make_app(page_state: PageState, names: Sequence[str], key: _Key | None = None) -> Starlette:
-    """The application that shows `page_state`.
+def make_app(page_state: PageState, names: Sequence[str], key: _Key | None = None) -> ASGIApp:
+    """The application that shows `page_state`, to requests for an address, localhost or an allowed host name.
 
     Args:
-        names: host names to accept besides localhost and addresses.
+        names: the host names, besides localhost and addresses.
         key: what browsers must have; None: nothing.
     """
     streams = anyio.CapacityLimiter(MOST_STREAMS)
@@ -169,18 +174,30 @@ def make_app(page_state: PageState, names: Sequence[str], key: _Key | None = Non
             return PlainTextResponse(f"range: must be one of {', '.join(map(str, RANGES))}", 400)
         return Response(page_state.curves(int(given)), media_type="application/json")
 
-    return Starlette(
+    page = Starlette(
         routes=[
             Route("/", index),
             Route("/api/state", state),
             Route("/api/curves", curves),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[
-            Middleware(_Guard, names=frozenset(name.lower() for name in names), key=key),
-            Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5),
-        ],
+        middleware=[Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)],
     )
+    known = frozenset(name.lower() for name in names)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = page
+        if scope["type"] == "http" and not is_known_host(Headers(scope=scope).get("host", ""), known):
+            answer = PlainTextResponse(
+                "This page is served for addresses and localhost only. To open it under a host name, start p2ptrain "
+                "with --page-names NAME.\n",
+                403,
+            )
+        elif scope["type"] == "http" and key is not None:
+            answer = _unlocked(Request(scope), key, page)
+        await answer(scope, receive, send)
+
+    return guarded
 
 
 async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> AsyncIterator[bytes]:
@@ -195,35 +212,6 @@ async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> Asyn
                 yield b": keep-alive\n\n"
             await anyio.sleep(LOOK_S)
             quiet_s += LOOK_S
-
-
-class _Guard:
-    """Accepts only requests for an address, localhost or an allowed host name, and with the key if there is one.
-
-    Adds HEADERS to every response.
-    """
-
-    def __init__(self, app: ASGIApp, names: frozenset[str], key: _Key | None) -> None:
-        self._app = app
-        self._names = names
-        self._key = key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        answer = self._app
-        if scope["type"] == "http" and not is_known_host(Headers(scope=scope).get("host", ""), self._names):
-            answer = PlainTextResponse(
-                "This page is served for addresses and localhost only. To open it under a host name, start p2ptrain "
-                "with --page-names NAME.\n",
-                403,
-            )
-        elif scope["type"] == "http" and self._key is not None:
-            answer = _unlocked(Request(scope), self._key, self._app)
-        await answer(scope, receive, send_with_headers)
 
 
 def _unlocked(request: Request, key: _Key, app: ASGIApp) -> ASGIApp:
@@ -259,3 +247,87 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _connect(connections: dict[Connection, None], **arguments: Any) -> Connection:
+    """Make the protocol object of a new connection, as uvicorn's setting `http` does."""
+    return Connection(H11Protocol(**arguments), connections)
+
+
+class Connection:
+    """A protocol of the event loop around uvicorn's, which does the work. Used in the thread of that loop only."""
+
+    def __init__(self, inner: H11Protocol, connections: dict[Connection, None]) -> None:
+        """
+        Args:
+            inner: uvicorn's protocol.
+            connections: all open ones, in their order, as the clock of a loop may not tell two that came at once apart.
+        """
+        self._inner = inner
+        self._connections = connections
+        self._transport: Any = None
+        self._timer: Any = None
+        self._is_admitted = False
+        self._cycle: object = None
+        self.waits_since_s = inner.loop.time()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a whole request has come and is not answered yet."""
+        cycle = self._inner.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        if len(self._connections) >= MOST_CONNECTIONS:
+            waiting = [other for other in self._connections if not other.is_busy]
+            if not waiting:
+                transport.abort()
+                return
+            longest = min(waiting, key=lambda other: other.waits_since_s)
+            del self._connections[longest]
+            longest.abort()
+        self._connections[self] = None
+        self._is_admitted = True
+        self._inner.connection_made(transport)
+        self._timer = self._inner.loop.call_later(REQUEST_TIMEOUT_S, self._check)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_admitted:
+            return
+        self._inner.data_received(data)
+        if self._inner.cycle is not self._cycle:
+            # A new request: the wait for the next one begins now, or when `_check` sees this one busy.
+            self._cycle, self.waits_since_s = self._inner.cycle, self._inner.loop.time()
+
+    def eof_received(self) -> None:
+        """The event loop closes the connection, as uvicorn wants it."""
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connections.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_admitted:
+            self._inner.connection_lost(error)
+
+    def _check(self) -> None:
+        """Close the connection if it has waited too long for a request."""
+        now = self._inner.loop.time()
+        if self.is_busy:
+            self.waits_since_s = now
+        left_s = self.waits_since_s + REQUEST_TIMEOUT_S - now
+        if left_s > 0:
+            self._timer = self._inner.loop.call_later(left_s, self._check)
+        else:
+            self.abort()

@@ -10,9 +10,8 @@ import torch
 
 from p2ptrain.errors import ConfigError, P2PTrainError
 from p2ptrain.monitor.doctor import reach
-from p2ptrain.monitor.doctor.finding import Finding, failed
-from p2ptrain.monitor.doctor.local import check_machine
-from p2ptrain.monitor.doctor.machine import read_machine
+from p2ptrain.monitor.doctor.finding import Finding, failed, ok
+from p2ptrain.monitor.doctor.local import check_machine, read_machine
 from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.network.addresses import check_host_maddrs
 from p2ptrain.network.probe import Probe, probe
@@ -43,41 +42,36 @@ def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Itera
     out = Path(config.out or f"p2ptrain-{run_id}")
     if config.threads:
         torch.set_num_threads(config.threads)
-    refusal = _refusal(config.network)
-    network = dataclasses.replace(
-        config.network, identity=None, host_maddrs=ANY_PORT if refusal else config.network.host_maddrs
-    )
+    network, refusal = dataclasses.replace(config.network, identity=None), None
+    try:
+        check_host_maddrs(network.host_maddrs)
+    except ConfigError as error:
+        network, refusal = dataclasses.replace(network, host_maddrs=ANY_PORT), error
     found, broken = _look_around(network)
     answering = found is not None and any(peer.answered_s is not None for peer in found.peers)
     run, of_run = _look_at_run(settings, network, run_id) if answering else (None, [])
     model = run.model if run is not None and not settings.explicit("model") else str(settings.values["model"])
 
-    machine = read_machine(out, gpu=config.device != "cpu")
-    parameters = count_parameters(model) if model else None
-    vectors = 0 if run is None else vectors_more(run)
     yield from check_machine(
-        machine, out=out, model=model, num_parameters=parameters, device=config.device, vectors=vectors
+        read_machine(out, gpu=config.device != "cpu"),
+        out=out,
+        model=model,
+        num_parameters=count_parameters(model) if model else None,
+        device=config.device,
+        vectors=0 if run is None else vectors_more(run),
     )
     yield reach.check_port(config.network, refusal)
     if found is None:
         assert broken is not None
         yield broken
         return
-    yield reach.check_daemon(found)
+    yield ok("libp2p daemon", f"p2pd started in {found.started_s:.1f} s")
     yield reach.check_addresses(found.maddrs)
     yield reach.check_reachable(config.network, found)
     yield from reach.check_initial_peers(found.peers)
     yield from reach.check_interfaces(found.peers)
     yield reach.check_clock(found.peers)
     yield from of_run
-
-
-def _refusal(network: NetworkConfig) -> ConfigError | None:
-    try:
-        check_host_maddrs(network.host_maddrs)
-    except ConfigError as error:
-        return error
-    return None
 
 
 def _look_around(network: NetworkConfig) -> tuple[Probe | None, Finding | None]:

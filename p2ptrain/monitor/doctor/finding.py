@@ -35,6 +35,14 @@ class Finding:
         return {"check": self.check, "result": self.mark.name.lower(), "found": self.text, "remedy": self.remedy}
 
 
+def ok(check: str, text: str) -> Finding:
+    return Finding(check, Mark.OK, text)
+
+
+def warning(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check, Mark.WARNING, text, remedy)
+
+
 def failed(check: str, error: Exception, remedy: str = "") -> Finding:
     """A failed check, from an error that ends with what to do after a semicolon; or else `remedy`."""
     text, _, advice = str(error).partition("; ")

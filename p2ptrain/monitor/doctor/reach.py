@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.doctor.finding import Finding, Mark, failed
+from p2ptrain.monitor.doctor.finding import Finding, Mark, failed, ok, warning
 from p2ptrain.monitor.formatting import count, short_id
 from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
 from p2ptrain.network.probe import DialBack, InitialPeer, Probe
@@ -43,29 +43,23 @@ class AddressKind(enum.Enum):
     RELAYED = "through a relay"
 
 
-KIND_OF_SCOPE = {
-    Scope.MACHINE: AddressKind.LOOPBACK, Scope.NETWORK: AddressKind.PRIVATE, Scope.PUBLIC: AddressKind.PUBLIC,
-}  # fmt: skip
-
-
 def kind_of(maddr: str) -> AddressKind:
     """The kind of a multiaddr."""
     _, family, host, *rest = [*maddr.split("/"), "", ""]
     if "p2p-circuit" in rest:
         return AddressKind.RELAYED
+    if family not in ("ip4", "ip6"):
+        return AddressKind.NAME
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return AddressKind.NAME
-    if family not in ("ip4", "ip6"):
         return AddressKind.NAME
     if address.version == 4 and address in _CARRIER_GRADE:
         return AddressKind.CARRIER
     if address.is_link_local:
         return AddressKind.LINK
-    return {Scope.MACHINE: AddressKind.LOOPBACK, Scope.NETWORK: AddressKind.PRIVATE, Scope.PUBLIC: AddressKind.PUBLIC}[
-        scope_of(maddr)
-    ]
+    kinds = {Scope.MACHINE: AddressKind.LOOPBACK, Scope.NETWORK: AddressKind.PRIVATE, Scope.PUBLIC: AddressKind.PUBLIC}
+    return kinds[scope_of(maddr)]
 
 
 def check_port(config: NetworkConfig, refusal: ConfigError | None) -> Finding:
@@ -78,13 +72,8 @@ def check_port(config: NetworkConfig, refusal: ConfigError | None) -> Finding:
     wanted = ", ".join(config.host_maddrs)
     if refusal is not None:
         return failed("port", refusal)
-    if all(maddr.rstrip("/").endswith("/0") for maddr in config.host_maddrs):
-        return Finding("port", Mark.OK, f"{wanted}: a free port, chosen at the first start")
-    return Finding("port", Mark.OK, f"{wanted}: free")
-
-
-def check_daemon(found: Probe) -> Finding:
-    return Finding("libp2p daemon", Mark.OK, f"p2pd started in {found.started_s:.1f} s")
+    is_any = all(maddr.rstrip("/").endswith("/0") for maddr in config.host_maddrs)
+    return ok("port", f"{wanted}: " + ("a free port, chosen at the first start" if is_any else "free"))
 
 
 def check_addresses(maddrs: Sequence[str]) -> Finding:
@@ -93,14 +82,10 @@ def check_addresses(maddrs: Sequence[str]) -> Finding:
     for maddr in maddrs:
         by_kind.setdefault(kind_of(maddr), []).append(_host(maddr))
     text = "; ".join(f"{kind.value}: {', '.join(dict.fromkeys(hosts))}" for kind, hosts in by_kind.items())
-    if not set(by_kind) - {AddressKind.LOOPBACK, AddressKind.LINK}:
-        return Finding(
-            "addresses",
-            Mark.WARNING,
-            f"{text or 'none'}: peers on other machines cannot reach this one",
-            "--host-maddrs /ip4/0.0.0.0/tcp/0 listens on all addresses; is this machine on a network?",
-        )
-    return Finding("addresses", Mark.OK, text)
+    if set(by_kind) - {AddressKind.LOOPBACK, AddressKind.LINK}:
+        return ok("addresses", text)
+    remedy = "--host-maddrs /ip4/0.0.0.0/tcp/0 listens on all addresses; is this machine on a network?"
+    return warning("addresses", f"{text or 'none'}: peers on other machines cannot reach this one", remedy)
 
 
 def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
@@ -108,33 +93,27 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
     for peer in found.peers:
         tried, detail = peer.dialled_back
         if tried is DialBack.REACHED:
-            return Finding("reachable", Mark.OK, f"from anywhere: {short_id(peer.peer_id)} dialled back to {detail}")
+            return ok("reachable", f"from anywhere: {short_id(peer.peer_id)} dialled back to {detail}")
         if tried is DialBack.FAILED:
             text = (
                 f"not from outside: {short_id(peer.peer_id)} could not dial back (firewall or NAT); this peer "
                 "exchanges with other unreachable peers through reachable ones"
             )
-            return Finding("reachable", Mark.WARNING, text, _forward(config, found.maddrs))
+            return warning("reachable", text, _forward(config, found.maddrs))
     maddrs = found.maddrs
     kinds = {kind_of(maddr) for maddr in maddrs}
     if config.announce_maddrs:
-        announced = ", ".join(config.announce_maddrs)
-        return Finding(
-            "reachable",
-            Mark.WARNING,
-            f"announced as {announced}; not tested from outside",
-            _try_it(config, config.announce_maddrs[0]),
-        )
+        text = f"announced as {', '.join(config.announce_maddrs)}; not tested from outside"
+        return warning("reachable", text, _try_it(config.announce_maddrs[0]))
     if AddressKind.PUBLIC in kinds:
         public = next(maddr for maddr in maddrs if kind_of(maddr) is AddressKind.PUBLIC)
         listening = public.rpartition("/p2p/")[0] if _fixed_port(config) else f"/ip4/{_host(public)}/tcp/{EXAMPLE_PORT}"
         text = f"{_host(public)} is a public address; not tested for a firewall"
-        return Finding("reachable", Mark.WARNING, text, _try_it(config, listening))
+        return warning("reachable", text, _try_it(listening))
     if kinds <= {AddressKind.LOOPBACK, AddressKind.LINK}:
-        return Finding("reachable", Mark.WARNING, "from this machine only", "see addresses, above")
-    return Finding(
+        return warning("reachable", "from this machine only", "see addresses, above")
+    return warning(
         "reachable",
-        Mark.WARNING,
         "from this network; elsewhere only public peers can, after this peer has dialled them (NAT, and the router "
         "maps no port)",
         _forward(config, maddrs),
@@ -144,31 +123,19 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
 def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
     """Yield a finding for each initial peer; one that answers is enough."""
     if not peers:
-        yield Finding("initial peers", Mark.OK, "none given: join looks on the local network, else starts a run")
-    enough = any(peer.answered_s is not None for peer in peers)
-    bad = Mark.WARNING if enough else Mark.FAILED
+        yield ok("initial peers", "none given: join looks on the local network, else starts a run")
+    bad = Mark.WARNING if any(peer.answered_s is not None for peer in peers) else Mark.FAILED
     for peer in peers:
         where = f"{_host(peer.maddrs[0])} ({short_id(peer.peer_id)})"
         if peer.failure:
-            yield Finding(
-                "initial peer",
-                bad,
-                f"{where} cannot be reached: {peer.failure}",
-                f"check that the peer runs and that it printed this address: {peer.maddrs[0]}",
-            )
+            remedy = f"check that the peer runs and that it printed this address: {peer.maddrs[0]}"
+            yield Finding("initial peer", bad, f"{where} cannot be reached: {peer.failure}", remedy)
         elif peer.answered_s is None:
-            yield Finding(
-                "initial peer",
-                bad,
-                f"{where} is reachable, but does not answer as a DHT node",
-                "use an address that a p2ptrain peer printed",
-            )
+            text = f"{where} is reachable, but does not answer as a DHT node"
+            yield Finding("initial peer", bad, text, "use an address that a p2ptrain peer printed")
         else:
-            yield Finding(
-                "initial peer",
-                Mark.OK,
-                f"{where} reached in {1e3 * peer.reached_s:.0f} ms, answers in {1e3 * peer.answered_s:.0f} ms",
-            )
+            reached_ms, answered_ms = 1e3 * peer.reached_s, 1e3 * peer.answered_s
+            yield ok("initial peer", f"{where} reached in {reached_ms:.0f} ms, answers in {answered_ms:.0f} ms")
 
 
 def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
@@ -179,7 +146,7 @@ def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
         used = next((way for way in peer.ways if way.used), None)
         if used is None:
             text = f"to {short_id(peer.peer_id)}: not compared: it is on this machine, or reached through a relay"
-            yield Finding("interfaces", Mark.OK, text)
+            yield ok("interfaces", text)
             continue
         better = next((way for way in peer.ways if _is_better(way, used)), None)
         silent = [_interface(way.interface) for way in peer.ways if way.rtt_s is None]
@@ -191,16 +158,13 @@ def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
         if silent:
             text += f"; no answer through {', '.join(silent)}"
         if better is None:
-            yield Finding("interfaces", Mark.OK, text)
+            yield ok("interfaces", text)
         else:
-            chosen = better.interface.name or better.interface.address
-            yield Finding(
-                "interfaces",
-                Mark.WARNING,
-                text,
-                f"the routing table chooses the interface: give {chosen} the lowest metric there (ip route), or turn "
-                "off the one that is used",
+            remedy = (
+                f"the routing table chooses the interface: give {better.interface.name or better.interface.address} "
+                "the lowest metric there (ip route), or turn off the one that is used"
             )
+            yield warning("interfaces", text, remedy)
 
 
 def _is_better(way: Way, used: Way) -> bool:
@@ -227,26 +191,21 @@ def check_clock(peers: Sequence[InitialPeer]) -> Finding:
     """Compare our clock with the peers that answered; hivemind's DHT refuses records of a peer whose clock is off."""
     skews = {peer.peer_id: peer.clock_ahead_s for peer in peers if peer.clock_ahead_s is not None}
     if not skews:
-        return Finding("clock", Mark.OK, f"not checked: no initial peer {'answered' if peers else 'given'}")
+        return ok("clock", f"not checked: no initial peer {'answered' if peers else 'given'}")
     peer_id, worst = max(skews.items(), key=lambda item: abs(item[1]))
     off = f"{abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} {short_id(peer_id)}"
-    if abs(worst) > MAX_CLOCK_SKEW_S:
-        return Finding("clock", Mark.FAILED, f"{off}; at most {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
     if abs(worst) > UNEASY_SKEW_S:
-        return Finding("clock", Mark.WARNING, f"{off}; at most {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
-    return Finding("clock", Mark.OK, f"within {max(abs(worst), 0.1):.1f} s of {count(len(skews), 'peer')}")
+        mark = Mark.FAILED if abs(worst) > MAX_CLOCK_SKEW_S else Mark.WARNING
+        return Finding("clock", mark, f"{off}; at most {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
+    return ok("clock", f"within {max(abs(worst), 0.1):.1f} s of {count(len(skews), 'peer')}")
 
 
 def check_run(run_id: str, found: RunConfig | None, members: int) -> Finding:
     """Describe a run that can be joined: its settings, None if no peer answered, and the number of its peers."""
     if found is None:
-        return Finding(
-            "run",
-            Mark.WARNING,
-            f"no peers found for run {run_id!r}: join would start it",
-            "check that --run-id is the same as on the other peers",
-        )
-    return Finding("run", Mark.OK, f"{run_id!r}: {count(members, 'peer')}, model {found.model or 'of a program'}")
+        text = f"no peers found for run {run_id!r}: join would start it"
+        return warning("run", text, "check that --run-id is the same as on the other peers")
+    return ok("run", f"{run_id!r}: {count(members, 'peer')}, model {found.model or 'of a program'}")
 
 
 def check_ways(members: Sequence[MemberInfo]) -> Iterator[Finding]:
@@ -257,14 +216,12 @@ def check_ways(members: Sequence[MemberInfo]) -> Iterator[Finding]:
     if not pairs or not told:
         return
     if not without:
-        text = f"none is missing, {count(len(told), 'peer')} of {len(members)} say"
-        yield Finding("direct connections", Mark.OK, text)
+        yield ok("direct connections", f"none is missing, {count(len(told), 'peer')} of {len(members)} say")
         return
     blocked = Counter(peer_id for pair in sorted(without) for peer_id in pair)
     most = ", ".join(f"{short_id(peer_id)} ({number})" for peer_id, number in blocked.most_common(MOST_NAMED))
-    yield Finding(
+    yield warning(
         "direct connections",
-        Mark.WARNING,
         f"{len(without)} of {pairs} pairs of the run's peers have none, so that rounds and state are slower there; "
         f"most of them at {most}",
         "p2ptrain peers lists them; on one peer of each pair, open a TCP port for --bulk-port, without --bulk off",
@@ -283,10 +240,10 @@ def _forward(config: NetworkConfig, maddrs: Sequence[str]) -> str:
 
 
 def _fixed_port(config: NetworkConfig) -> str:
-    return next((_port(maddr) for maddr in config.host_maddrs if _port(maddr) not in ("", "0")), "")
+    return next((port for port in map(_port, config.host_maddrs) if port not in ("", "0")), "")
 
 
-def _try_it(config: NetworkConfig, maddr: str) -> str:
+def _try_it(maddr: str) -> str:
     """How to test it: a bootstrap node here, and the doctor on a machine elsewhere."""
     listen = f"/ip4/0.0.0.0/tcp/{_port(maddr)}"
     return (
@@ -301,5 +258,4 @@ def _host(maddr: str) -> str:
 
 
 def _port(maddr: str) -> str:
-    parts = maddr.split("/")
-    return parts[4] if len(parts) > 4 else ""
+    return [*maddr.split("/"), "", "", "", ""][4]

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.dashboard.connections import MOST_CONNECTIONS
 from p2ptrain.monitor.dashboard.page_state import PageState
-from p2ptrain.monitor.dashboard.server import HEADERS, STATIC, is_known_host, showing
+from p2ptrain.monitor.dashboard.server import HEADERS, MOST_CONNECTIONS, STATIC, is_known_host, showing
 from p2ptrain.protocol.event_log.observer import View
 from p2ptrain.settings.peer_config import PageConfig
 from tests.monitor.dashboard.madeup import MadeUpSwarm, ids
@@ -250,7 +249,7 @@ def test_half_requests_lock_nobody_out(page: str) -> None:
 def test_when_all_places_are_taken_by_requests_new_connections_are_closed(
     page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("p2ptrain.monitor.dashboard.connections.MOST_CONNECTIONS", 3)
+    monkeypatch.setattr("p2ptrain.monitor.dashboard.server.MOST_CONNECTIONS", 3)
     streams = []
     for _ in range(3):
         connection = http.client.HTTPConnection(urlsplit(page).netloc, timeout=20)
@@ -264,7 +263,7 @@ def test_when_all_places_are_taken_by_requests_new_connections_are_closed(
 
 @pytest.mark.parametrize("after_a_request", [False, True])
 def test_a_request_has_a_deadline(page: str, monkeypatch: pytest.MonkeyPatch, after_a_request: bool) -> None:
-    monkeypatch.setattr("p2ptrain.monitor.dashboard.connections.REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("p2ptrain.monitor.dashboard.server.REQUEST_TIMEOUT_S", 0.3)
     watching = http.client.HTTPConnection(urlsplit(page).netloc, timeout=20)
     watching.request("GET", "/api/state")
     events = watching.getresponse()

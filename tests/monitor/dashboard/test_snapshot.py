@@ -8,23 +8,22 @@ import time
 
 import pytest
 
-from p2ptrain.monitor.curve import MOST_POINTS, Curve
 from p2ptrain.monitor.dashboard import snapshot
-from p2ptrain.monitor.dashboard.curves import POINTS, RANGES, curves
+from p2ptrain.monitor.dashboard.snapshot import POINTS, RANGES, curves
 from p2ptrain.monitor.formatting import short_id
-from p2ptrain.monitor.liveswarm import MOST_PEERS, LiveSwarm
-from p2ptrain.monitor.peerview import MOST_RECENT, PeerView
+from p2ptrain.monitor.peerview import MOST_POINTS, MOST_RECENT, Curve, PeerView
+from p2ptrain.monitor.swarmview import MOST_PEERS, SwarmView
 from p2ptrain.protocol.event_log.observer import Batch, Sighting, View
 from tests.monitor.dashboard.madeup import DAY_S, MadeUpSwarm, ids, of_a_day
 
 START_S = 1_700_000_000.0
 
 
-def watched(count: int, seconds: int, **options: int) -> tuple[MadeUpSwarm, LiveSwarm]:
-    swarm, live = MadeUpSwarm(), LiveSwarm()
+def watched(count: int, seconds: int, **options: int) -> tuple[MadeUpSwarm, SwarmView]:
+    swarm, live = MadeUpSwarm(), SwarmView()
     swarm.start(*ids(count), at_s=START_S)
     swarm.live(seconds, **options)
-    live.take(swarm.take(), swarm.now_s)
+    live.observe(swarm.take(), swarm.now_s)
     return swarm, live
 
 
@@ -34,28 +33,28 @@ def test_a_peer_that_dies_and_one_that_comes_late() -> None:
     swarm.kill(dead)
     swarm.start(late, at_s=swarm.now_s)
     swarm.live(60)
-    live.take(swarm.take(), swarm.now_s)
+    live.observe(swarm.take(), swarm.now_s)
     kinds = {peer["id"]: peer["kind"] for peer in snapshot.overview(live, swarm.now_s)["peers"]}
     assert (kinds[dead], kinds[late]) == ("gone", "training")
     texts = [notice["text"] for notice in snapshot.notices(live)]
     assert "peer 2 is gone at step 100: connection lost" in texts
     assert any("peer 4 joined late: adopted the swarm's weights" in text for text in texts)
     swarm.peers[dead].linked = True
-    live.take(swarm.take(), swarm.now_s)
+    live.observe(swarm.take(), swarm.now_s)
     assert snapshot.notices(live)[0]["text"] == "peer 2 is back"
     swarm.peers[dead].linked, swarm.peers[dead].left = False, True
-    live.take(swarm.take(), swarm.now_s)
+    live.observe(swarm.take(), swarm.now_s)
     assert snapshot.notices(live)[0]["text"] == "peer 2 left the run at step 100"
 
 
 def test_pairs_without_a_direct_connection_are_told_by_number() -> None:
-    live = LiveSwarm()
+    live = SwarmView()
 
     def sighting(peer_id: str, **relayed: str) -> Sighting:
         return Sighting(peer_id, peer_id != "gone", "training", relayed=relayed)
 
     told = (sighting("a", b="QmRelayOfTwo", gone=""), sighting("b", a="QmRelayOfTwo", c=""), sighting("c", stranger=""))
-    live.take(View((*told, sighting("gone", a="")), ()), START_S)
+    live.observe(View((*told, sighting("gone", a="")), ()), START_S)
     assert snapshot.overview(live, START_S)["relayed"] == [
         {"pair": (1, 2), "relay": short_id("QmRelayOfTwo")}, {"pair": (2, 3), "relay": ""},
     ]  # fmt: skip
@@ -77,12 +76,12 @@ def test_rounds_say_who_took_part_in_which_way() -> None:
 @pytest.mark.slow
 def test_the_data_of_thirty_peers_is_small() -> None:
     """Observed from the first minute on, by a page that stays open."""
-    swarm, live = MadeUpSwarm(), LiveSwarm()
+    swarm, live = MadeUpSwarm(), SwarmView()
     swarm.start(*ids(30), at_s=START_S)
     for _ in range(14):
         swarm.live(150, sync_every=10)
-        live.take(swarm.take(), swarm.now_s)
-    peer = live.swarm.peers[1]
+        live.observe(swarm.take(), swarm.now_s)
+    peer = live.peers[1]
     assert len(peer.losses) <= MOST_POINTS
     assert_small(live, swarm.now_s)
 
@@ -91,10 +90,10 @@ def test_the_data_of_thirty_peers_is_small() -> None:
 @pytest.mark.slow
 def test_a_day_of_thirty_peers_is_small_and_whole() -> None:
     """Observed by a page that is opened after a day: from the peers' event logs."""
-    swarm, live = of_a_day(30, START_S), LiveSwarm()
+    swarm, live = of_a_day(30, START_S), SwarmView()
     view = swarm.take()
     assert all(len(json.dumps(batch.events, separators=(",", ":"))) < 3_000_000 for batch in view.batches)
-    live.take(view, swarm.now_s)
+    live.observe(view, swarm.now_s)
     overview = snapshot.overview(live, swarm.now_s)
     assert (overview["up"], overview["rounds"]) == (30, DAY_S // 60)
     made = sum(peer.step for peer in swarm.peers.values())
@@ -107,7 +106,7 @@ def test_a_day_of_thirty_peers_is_small_and_whole() -> None:
     assert_small(live, swarm.now_s)
 
 
-def assert_small(live: LiveSwarm, now_s: float) -> None:
+def assert_small(live: SwarmView, now_s: float) -> None:
     for part in (snapshot.overview(live, now_s), snapshot.rounds(live), snapshot.notices(live)):
         assert len(json.dumps(part)) < 40_000
     for range_s in RANGES:
@@ -121,7 +120,7 @@ def test_curves_keep_gaps_while_a_peer_was_away() -> None:
     swarm.live(300)
     swarm.peers[away].linked = True
     swarm.live(300)
-    live.take(swarm.take(), swarm.now_s)
+    live.observe(swarm.take(), swarm.now_s)
     shown = curves(live, 0, swarm.now_s)
     assert len(shown["t"]) <= POINTS + 2
     known = [value is not None for value in shown["loss"][2]]
@@ -145,28 +144,28 @@ def test_a_curve_of_a_day_keeps_its_beginning_its_end_and_its_mean() -> None:
 
 
 def test_a_crowd_that_comes_and_goes_is_forgotten() -> None:
-    live = LiveSwarm()
+    live = SwarmView()
     for n in range(3 * MOST_PEERS):
-        live.take(View((Sighting(f"p{n}", True, "training"),), ()), time.time())
-    assert len(live.swarm.peers) == MOST_PEERS
+        live.observe(View((Sighting(f"p{n}", True, "training"),), ()), time.time())
+    assert len(live.peers) == MOST_PEERS
     assert len(live.sightings) <= MOST_PEERS
 
 
 def test_many_that_come_at_once_do_not_push_out_each_other() -> None:
     """Peers that are new have told nothing yet; all that were seen before have."""
-    live = LiveSwarm()
+    live = SwarmView()
     stop = {"event": "stop", "t": START_S, "reason": "done"}
     for n in range(MOST_PEERS):
-        live.take(View((Sighting(f"p{n}", True, "training"),), (Batch(f"p{n}", "a", [stop]),)), START_S)
+        live.observe(View((Sighting(f"p{n}", True, "training"),), (Batch(f"p{n}", "a", [stop]),)), START_S)
     crowd = tuple(Sighting(f"q{n}", True, "training") for n in range(129))
-    live.take(View(crowd, ()), START_S)
+    live.observe(View(crowd, ()), START_S)
     assert {sighting.peer_id for sighting in crowd} <= live.numbers.keys()
-    live.take(View((), ()), START_S)
-    assert len(live.swarm.peers) == MOST_PEERS
+    live.observe(View((), ()), START_S)
+    assert len(live.peers) == MOST_PEERS
 
 
 def test_a_peer_whose_clock_stands_still_takes_no_more_memory() -> None:
-    peer = LiveSwarm().swarm.peers.setdefault(1, PeerView(1))
+    peer = SwarmView().peers.setdefault(1, PeerView(1))
     for n in range(2 * MOST_RECENT):
         peer.apply(
             {"event": "step", "t": START_S, "step": n, "loss": 1.0, "tokens": 1, "step_s": 1.0, "exchange_s": 0.0}
@@ -190,10 +189,10 @@ def test_a_loss_that_has_diverged_breaks_nothing() -> None:
         for _ in range(2):
             peer.event_log.write("step", step=20, loss=loss, tokens=1, step_s=0.1, exchange_s=0.0)
         swarm.now_s += 3.0
-        live.take(swarm.take(), swarm.now_s)
+        live.observe(swarm.take(), swarm.now_s)
         if loss != 1e308:
             event = {"step": 20, "loss": loss, "tokens": 1, "step_s": 0.1, "exchange_s": 0.0}
-            live.swarm.apply(1, {"event": "step", "t": swarm.now_s, **event})
+            live.apply(1, {"event": "step", "t": swarm.now_s, **event})
         page = snapshot.overview(live, swarm.now_s)
         json.dumps([page, curves(live, RANGES[0], swarm.now_s)], allow_nan=False)
         assert math.isfinite(page["loss"])

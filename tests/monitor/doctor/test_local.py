@@ -9,8 +9,7 @@ import pytest
 
 from p2ptrain.monitor.doctor import local
 from p2ptrain.monitor.doctor.finding import Finding, Mark, works
-from p2ptrain.monitor.doctor.local import check_machine, check_versions, quick_look
-from p2ptrain.monitor.doctor.machine import Machine, read_machine
+from p2ptrain.monitor.doctor.local import Machine, check_machine, check_versions, quick_look, read_machine
 from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.models import PRESETS, build, count_parameters

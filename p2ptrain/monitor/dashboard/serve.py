@@ -1,17 +1,23 @@
-"""`p2ptrain dashboard`: the page as an observer, without a peer in this process."""
+"""Who serves the page: `p2ptrain dashboard`, an observer without a peer in its process; or a peer, for its own run."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.dashboard.page_state import PageState
-from p2ptrain.monitor.dashboard.server import showing
+from p2ptrain.monitor.dashboard.server import listen, showing
 from p2ptrain.monitor.waiting import saying_what_for
+from p2ptrain.settings.peer_config import ENDPOINT, PageConfig, parse_endpoint
 from p2ptrain.settings.table import Settings
+
+if TYPE_CHECKING:
+    from p2ptrain.peer.peer import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -66,3 +72,32 @@ def _observe(settings: Settings, state: PageState, *, is_first: bool) -> None:
         finally:
             state.watch = None
             watch.stop()
+
+
+def take_port(endpoint: str, page: PageConfig, stack: ExitStack) -> Callable[[Peer], str]:
+    """Take the port of the dashboard, so that one in use is found before the run is joined.
+
+    Args:
+        endpoint: `PORT` (on the host of `page`) or `HOST:PORT`; port 0 chooses a free one.
+        page: the other settings of the page.
+        stack: ends the page when it is closed.
+
+    Returns:
+        What serves a peer's dashboard there, and gives its address, with a token if other machines can reach it.
+
+    Raises:
+        ConfigError: `endpoint` is malformed, or cannot be listened on.
+    """
+    parsed = parse_endpoint(endpoint)
+    if parsed is None:
+        raise ConfigError(f"dashboard = {endpoint!r}: must be {ENDPOINT.text}")
+    host, port = parsed
+    page = dataclasses.replace(page, host=host if ":" in endpoint else page.host, port=port)
+    listener = stack.enter_context(listen(page))
+
+    def show(peer: Peer) -> str:
+        watch = peer.watch()
+        stack.callback(watch.stop)
+        return stack.enter_context(showing(PageState(peer.run.run_id, watch), page, listener))
+
+    return show

@@ -20,7 +20,7 @@ from p2ptrain.settings.link import BYTES_PER_MBIT
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
-from p2ptrain.simulation.scheduled_event import ScheduledEvent
+from p2ptrain.simulation.schedule import ScheduledEvent
 from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.data.tokenizer import IDS, Ids
 from p2ptrain.training.models import build_of, context_length

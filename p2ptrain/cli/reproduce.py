@@ -45,8 +45,8 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
             click.echo(f"{reproduction.name:12} {reproduction.title}")
         return
     require_extra("simulate", "p2ptrain reproduce")
-    from p2ptrain.simulation.report import progress_bars
     from p2ptrain.simulation.reproduction.report import as_markdown, claim_rows, format_outcome, write_outcome
+    from p2ptrain.simulation.variants import progress_bars
     from p2ptrain.training.output_dir import check_writable
 
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records

@@ -85,8 +85,8 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
         title, experiments = read_experiments(file, **settings)
 
     from p2ptrain.simulation.plot import save_plot
-    from p2ptrain.simulation.report import format_run_audits, format_table, progress_bars
-    from p2ptrain.simulation.variants import simulate_variants
+    from p2ptrain.simulation.records import format_run_audits, format_table
+    from p2ptrain.simulation.variants import progress_bars, simulate_variants
     from p2ptrain.training.output_dir import check_writable
 
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from p2ptrain.simulation.plot import save_plot
-from p2ptrain.simulation.report import as_text, format_table
+from p2ptrain.simulation.records import as_text, format_table
 from p2ptrain.simulation.reproduction.claims import MEASURES, Verdict
 from p2ptrain.simulation.reproduction.experiments import Outcome
 

@@ -36,16 +36,15 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     All experiments, into another directory:
         p2ptrain reproduce --out report
     """
-    from p2ptrain.simulation.reproduction.experiments import known_reproductions, read_reproduction, run_reproduction
+    from p2ptrain.simulation.reproduction import experiments
 
-    chosen = [read_reproduction(name) for name in names or known_reproductions()]
+    chosen = [experiments.read_reproduction(name) for name in names or experiments.known_reproductions()]
     chosen = [reproduction for reproduction in chosen if reproduction.headline or not headline]
     if list_only:
         for reproduction in chosen:
             click.echo(f"{reproduction.name:12} {reproduction.title}")
         return
     require_extra("simulate", "p2ptrain reproduce")
-    from p2ptrain.simulation.reproduction.report import as_markdown, claim_rows, format_outcome, write_outcome
     from p2ptrain.simulation.variants import progress_bars
     from p2ptrain.training.output_dir import check_writable
 
@@ -59,9 +58,9 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     for reproduction in chosen:
         began_s = time.monotonic()
         with progress_bars([variant for _ in range(seeds) for variant in reproduction.variants]) as on_progress:
-            outcome = run_reproduction(reproduction, range(seeds), on_progress)
-        write_outcome(outcome, out)
-        rows += claim_rows(outcome)
-        (out / "claims.md").write_text(as_markdown(rows), encoding="utf-8")
-        click.echo(f"{reproduction.name}: {format_outcome(outcome)}")
+            outcome = experiments.run_reproduction(reproduction, range(seeds), on_progress)
+        experiments.write_outcome(outcome, out)
+        rows += experiments.claim_rows(outcome)
+        (out / "claims.md").write_text(experiments.as_markdown(rows), encoding="utf-8")
+        click.echo(f"{reproduction.name}: {experiments.format_outcome(outcome)}")
         click.echo(f"{time.monotonic() - began_s:.0f} s; written to {out / reproduction.name}\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from p2ptrain.cli.reproduce import reproduce
+from p2ptrain.cli.simulate import reproduce
 from p2ptrain.errors import ConfigError
 from p2ptrain.simulation.reproduction.experiments import Claim, known_reproductions, read_reproduction, run_reproduction
 

@@ -58,15 +58,14 @@ class ScheduledEvent:
         """From "STEP:ACTION:PEER" or "STEP:speed:PEER:FACTOR". Raises ConfigError."""
         parts = text.strip().split(":")
         try:
-            step, action, peer = int(parts[0]), parts[1], int(parts[2])
-            value = float(parts[3]) if len(parts) > 3 else 1.0
-        except (IndexError, ValueError):
-            raise ConfigError(
-                f"schedule {text!r}: must be STEP:ACTION:PEER, such as 300:crash:2, or 300:speed:2:0.5"
-            ) from None
+            step, action, peer, value = (*parts, "1")[:4]
+            numbers = int(step), int(peer), float(value)
+        except ValueError:
+            example = "STEP:ACTION:PEER, such as 300:crash:2, or 300:speed:2:0.5"
+            raise ConfigError(f"schedule {text!r}: must be {example}") from None
         if len(parts) > 4:
             raise ConfigError(f"schedule {text!r}: has more than four parts")
-        return cls(step, action, peer, value)
+        return cls(numbers[0], action, *numbers[1:])
 
 
 @dataclass(frozen=True)

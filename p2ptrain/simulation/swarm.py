@@ -66,7 +66,7 @@ def simulate(
         with torch.random.fork_rng(devices=[]):
             simulation = _Simulation(experiment, on_progress)
             records = run_virtual(simulation.main, experiment.seed)
-            on_end(simulation.models)
+            on_end([peer.trainer.model for peer in simulation.present.values()])
             return records
     finally:
         torch.set_num_threads(threads)
@@ -233,7 +233,7 @@ class _Simulation:
         experiment = self.experiment
         rate = experiment.bandwidth_mbit * BYTES_PER_MBIT or math.inf
         self.network = MemoryNetwork(latency_s=experiment.latency_s, bandwidth_bytes_s=rate)
-        self._present: dict[int, SimulatedPeer] = {}
+        self.present: dict[int, SimulatedPeer] = {}
         self._begun = trio.Event()
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
@@ -241,7 +241,7 @@ class _Simulation:
             for number in range(experiment.peers):
                 if not experiment.starts_late(number):
                     self._start(number)
-            first = list(self._present.values())
+            first = list(self.present.values())
             # All start with the same weights at the same time, as the papers' workers do.
             while not all(peer.node.ready.is_set() for peer in first):
                 self._check_failures()
@@ -259,15 +259,10 @@ class _Simulation:
         events = {peer.node.incarnation: peer.records for peer in self._all}
         return Records(experiment, events, began_s, self.run_audit)
 
-    @property
-    def models(self) -> list[nn.Module]:
-        """Those of the peers that are there."""
-        return [peer.trainer.model for peer in self._present.values()]
-
     def _start(self, number: int) -> None:
         peer = SimulatedPeer(number, sum(other.number == number for other in self._all), self)
         self._all.append(peer)
-        self._present[number] = peer
+        self.present[number] = peer
         self._nursery.start_soon(peer.live, self._begun)
 
     async def _follow_schedule(self, began_s: float) -> None:
@@ -277,7 +272,7 @@ class _Simulation:
         self._schedule_done = True
 
     def _apply(self, event: ScheduledEvent) -> None:
-        name, peer = f"peer-{event.peer}", self._present.get(event.peer)
+        name, peer = f"peer-{event.peer}", self.present.get(event.peer)
         match event.action:
             case "narrow":
                 self.network.narrow(name, event.value * BYTES_PER_MBIT)
@@ -297,7 +292,7 @@ class _Simulation:
                 else:
                     peer.leave("left")
                 peer.crash()
-                del self._present[event.peer]
+                del self.present[event.peer]
             case "pause":
                 peer.awake = trio.Event()
             case "resume":
@@ -315,14 +310,14 @@ class _Simulation:
         deadline_s = began_s + MOST_TIMES_AS_LONG * (60 + experiment.run.total_steps * experiment.step_s / slowest)
         told_s = -math.inf
         # With no peer present, the schedule may still let one join.
-        while not all(peer.ended for peer in self._present.values()) or not (self._present or self._schedule_done):
+        while not all(peer.ended for peer in self.present.values()) or not (self.present or self._schedule_done):
             self._check_failures()
             now = trio.current_time()
             if now - told_s >= PROGRESS_EVERY_S:
                 told_s = now
-                self._on_progress(max((peer.run_step for peer in self._present.values()), default=0))
+                self._on_progress(max((peer.run_step for peer in self.present.values()), default=0))
             if now > deadline_s:
-                where = ", ".join(f"{peer.peer_id}: {peer.node.status}" for peer in self._present.values())
+                where = ", ".join(f"{peer.peer_id}: {peer.node.status}" for peer in self.present.values())
                 raise ConfigError(f"the simulated run did not come to its end ({where}); is a peer too slow?")
             await trio.sleep(POLL_S)
         self._check_failures()

@@ -55,8 +55,12 @@ def simulate_variants(
     with interrupts_call(interrupted.set):
         pool = ProcessPoolExecutor(workers, context, _prepare, (channel,))
         try:
-            with _without_signals():
+            # Processes started now ignore Ctrl-C and SIGTERM, which may be sent to all processes; we end them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
                 futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _tell_progress(futures, channel, on_progress, interrupted)
             records = [future.result() for future in futures]
             pool.shutdown()
@@ -92,16 +96,6 @@ def progress_bars(experiments: Sequence[Experiment]) -> Iterator[Callable[[int, 
         yield lambda number, step: progress.update(tasks[number], completed=step)
         for task, total in zip(tasks, totals, strict=True):
             progress.update(task, completed=total)
-
-
-@contextlib.contextmanager
-def _without_signals() -> Iterator[None]:
-    """Processes started in the block ignore Ctrl-C and SIGTERM, which may be sent to all processes; we end them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _tell_progress(

@@ -58,10 +58,7 @@ class Process:
             self._popen = subprocess.Popen(
                 command, stdin=none, stdout=output, stderr=joined, env=env, start_new_session=True
             )
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
+        self.pid = self._popen.pid
 
     @property
     def exit_status(self) -> int | None:

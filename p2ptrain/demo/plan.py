@@ -108,16 +108,9 @@ def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float, boots
     # Start the late peer early enough that it trains at JOIN_AT.
     start_late_at = max(EARLIEST_START, JOIN_AT - slowness * LATE_START_S / training_s)
     kill_at = min(KILL_AT, start_late_at - 0.02)
-    return DemoPlan(
-        peers=peers,
-        seed=seed,
-        steps=steps,
-        sync_every=sync_every,
-        # An evaluation takes as long as six steps.
-        eval_every=max(10, sync_every // 10),
-        kill_at_step=round(kill_at * steps),
-        join_at_step=round(start_late_at * steps),
-    )
+    eval_every = max(10, sync_every // 10)  # an evaluation takes as long as six steps
+    kill_at_step, join_at_step = round(kill_at * steps), round(start_late_at * steps)
+    return DemoPlan(peers, seed, steps, sync_every, eval_every, kill_at_step, join_at_step)
 
 
 def measure_step_s(peers: int) -> float:

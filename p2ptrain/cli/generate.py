@@ -16,10 +16,7 @@ from p2ptrain.settings.config import RunConfig
 @click.option("--prompt", default="def ", help="Beginning of the text.")
 @click.option("--length", type=click.IntRange(min=1), default=500, help="Tokens to add.")
 @click.option(
-    "--temperature",
-    type=NumberRange(min=0, max=100),
-    default=0.8,
-    help="Sampling temperature; 0 for the most likely text.",
+    "--temperature", type=NumberRange(0, 100), default=0.8, help="Sampling temperature; 0 for the most likely text."
 )
 @click.option(
     "--top-p",

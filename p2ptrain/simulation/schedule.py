@@ -59,13 +59,13 @@ class ScheduledEvent:
         parts = text.strip().split(":")
         try:
             step, action, peer, value = (*parts, "1")[:4]
-            numbers = int(step), int(peer), float(value)
+            parsed = int(step), action, int(peer), float(value)
         except ValueError:
             example = "STEP:ACTION:PEER, such as 300:crash:2, or 300:speed:2:0.5"
             raise ConfigError(f"schedule {text!r}: must be {example}") from None
         if len(parts) > 4:
             raise ConfigError(f"schedule {text!r}: has more than four parts")
-        return cls(numbers[0], action, *numbers[1:])
+        return cls(*parsed)
 
 
 @dataclass(frozen=True)

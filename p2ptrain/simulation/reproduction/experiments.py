@@ -107,10 +107,9 @@ class Claim:
         return Verdict(self, statistics.fmean(lefts), right, relative, spread, words)
 
     def _words(self, difference: float, relative: float, noise: float) -> str:
-        if self.direction == "equal":
-            return "holds" if abs(relative) <= self.tolerance else "does not hold"
-        if self.direction == "not higher":
-            return "holds" if relative <= self.tolerance else "does not hold"
+        if self.direction in ("equal", "not higher"):
+            apart = abs(relative) if self.direction == "equal" else relative
+            return "holds" if apart <= self.tolerance else "does not hold"
         if abs(difference) <= noise:
             return "within noise"
         return "holds" if (difference < 0) == (self.direction == "lower") else "does not hold: the other way round"

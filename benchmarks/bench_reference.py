@@ -27,7 +27,7 @@ from benchmarks.results import Row
 from benchmarks.shapes import gpt_25m
 from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Busy
-from p2ptrain.demo.processes import EventReader
+from p2ptrain.demo.orchestrator import EventReader
 
 SEEDS = (0, 1, 2)
 STEPS = 600

@@ -24,8 +24,7 @@ from typing import Any
 import click
 
 from p2ptrain.simulation.experiment import Experiment
-from p2ptrain.simulation.records import Records
-from p2ptrain.simulation.report import as_text
+from p2ptrain.simulation.records import Records, as_text
 from p2ptrain.simulation.swarm import simulate
 
 # By the number of peers: inner steps, and H of rounds and of pairs, for the same bytes (measured).

@@ -15,8 +15,7 @@ from benchmarks.shakespeare.data import ALPHABET, held_out_loss
 from benchmarks.shakespeare.events import measures
 from benchmarks.shakespeare.model import GATE_VARIABLE, nanogpt_cpu
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
-from p2ptrain.demo.orchestrator import LOG, LOOPBACK, start_bootstrap
-from p2ptrain.demo.processes import EventReader, Process, running_processes
+from p2ptrain.demo.orchestrator import LOG, LOOPBACK, EventReader, Process, running_processes, start_bootstrap
 from p2ptrain.settings.table import RUN_SETTINGS
 from p2ptrain.training import checkpoint
 from p2ptrain.training.join import METRICS_FILE

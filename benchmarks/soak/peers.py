@@ -14,8 +14,7 @@ import psutil
 from benchmarks.measure import cpu_s, memory
 from benchmarks.processes import descendants
 from benchmarks.soak.environment import Place
-from p2ptrain.demo.orchestrator import LOG
-from p2ptrain.demo.processes import EventReader, Process
+from p2ptrain.demo.orchestrator import LOG, EventReader, Process
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.events import Event
 from p2ptrain.training.join import METRICS_FILE

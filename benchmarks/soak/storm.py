@@ -10,8 +10,7 @@ from pathlib import Path
 from benchmarks.soak.environment import Environment
 from benchmarks.soak.peers import Scene, SoakPeer
 from benchmarks.soak.plan import CUT, Fault
-from p2ptrain.demo.orchestrator import start_bootstrap
-from p2ptrain.demo.processes import running_processes
+from p2ptrain.demo.orchestrator import running_processes, start_bootstrap
 from p2ptrain.monitor.run_audit import RoundView, RunAudit
 
 POLL_S = 0.25

@@ -285,7 +285,7 @@ WORDS = {
     "integrations": "callbacks for trainers of other libraries",
     "simulation": "many peers in one process, virtual time; the papers' experiments",
     "demo": "a swarm of processes on one machine",
-    "cli": "one file per command, no logic",
+    "cli": "the commands, without logic",
 }
 
 

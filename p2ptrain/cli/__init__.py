@@ -1,1 +1,1 @@
-"""The command line: one file per command, no logic. Heavy packages are imported only when a command runs."""
+"""The command line: the commands, without logic. Heavy packages are imported only when a command runs."""

@@ -9,7 +9,7 @@ import click
 from p2ptrain.cli import join
 from p2ptrain.cli.options import settings_command
 from p2ptrain.settings.model_defaults import BATCH_WINDOWS, EVAL_STEPS, model_defaults
-from p2ptrain.settings.setting import Value, value_text
+from p2ptrain.settings.setting import value_text
 from p2ptrain.settings.table import DEFAULT, MODEL, Settings
 
 
@@ -36,7 +36,11 @@ def show(settings: Settings, as_json: bool) -> None:
         p2ptrain config show -c peer.toml --steps 500
     """
     values, sources = {**settings.values}, {**settings.sources}
-    for name, value in _from_model(settings).items():
+    defaults = model_defaults(str(values[MODEL]))
+    tokens = defaults.batch_tokens
+    eval_tokens = None if tokens is None else EVAL_STEPS * tokens
+    from_model = {"batch_tokens": tokens, "eval_tokens": eval_tokens, "eval_every": defaults.eval_every}
+    for name, value in from_model.items():
         if values[name] is None:
             values[name], sources[name] = value, settings.with_model
     if as_json:
@@ -55,17 +59,6 @@ def show(settings: Settings, as_json: bool) -> None:
     value_width = max(map(len, texts.values()))
     for name, text in texts.items():
         click.echo(f"{name:<{width}}  {text:<{value_width}}  {sources[name]}")
-
-
-def _from_model(settings: Settings) -> dict[str, Value]:
-    """Settings of the machine that a peer takes from the model."""
-    defaults = model_defaults(str(settings.values[MODEL]))
-    tokens = defaults.batch_tokens
-    return {
-        "batch_tokens": tokens,
-        "eval_tokens": None if tokens is None else EVAL_STEPS * tokens,
-        "eval_every": defaults.eval_every,
-    }
 
 
 @config.command()

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import click
 
-from p2ptrain.cli.options import settings_command
+from p2ptrain.cli.options import OBSERVING, settings_command
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.table import Settings
 
 
-@settings_command(
-    "host",
-    "port",
-    "page_names",
-    "run_id",
-    "initial_peers",
-    "run_key",
-    "identity",
-    "host_maddrs",
-    "startup_timeout_s",
-    "peer_timeout_s",
-)
+@settings_command("host", "port", "page_names", *OBSERVING, "peer_timeout_s")
 def dashboard(settings: Settings) -> None:
     """Show a run on a web page.
 

@@ -23,15 +23,9 @@ def data() -> None:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
 @click.option("--tokenizer", required=True, metavar="NAME", help="chars, bytes, FILE.json, hub:NAME or train:N.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New directory to write.")
-@click.option("--field", default="text", show_default=True, help="Field of a record that holds the text.")
-@click.option("--split", default="train", show_default=True, help="Split of a dataset.")
-@click.option(
-    "--held-out",
-    type=NumberRange(0, 0.5),
-    default=0.005,
-    show_default=True,
-    help="Share of the documents to evaluate on.",
-)
+@click.option("--field", default="text", help="Field of a record that holds the text.")
+@click.option("--split", default="train", help="Split of a dataset.")
+@click.option("--held-out", type=NumberRange(0, 0.5), default=0.005, help="Share of the documents to evaluate on.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes.  [default: one for each core]")
 def prepare(
     sources: tuple[str, ...], tokenizer: str, out: Path, field: str, split: str, held_out: float, jobs: int | None
@@ -56,13 +50,10 @@ def prepare(
     from p2ptrain.settings.cores import usable_cores
     from p2ptrain.training.data.prepare import Progress
     from p2ptrain.training.data.prepare import prepare as run
+    from p2ptrain.training.data.token_info import describe
 
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("parts, {task.fields[tokens]} tokens"),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("parts, {task.fields[tokens]} tokens")
+    columns = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
     console = Console(stderr=True)
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task, said_s = bar.add_task("", total=None, tokens="0"), time.monotonic()
@@ -88,7 +79,7 @@ def prepare(
         )
     if prepared.empty:
         click.echo(f"{prepared.empty:,} documents without text were left out; the first is {prepared.first_empty}")
-    _say(out)
+    click.echo("\n".join(describe(out, check=False).lines()))
     click.echo(f"train on it with: p2ptrain join --data {out}")
 
 
@@ -110,15 +101,4 @@ def info(directory: Path, tokenizer: str | None, as_json: bool, check: bool) -> 
     from p2ptrain.training.data.token_info import describe
 
     found = describe(directory, check=check, tokenizer_name=tokenizer)
-    if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
-    else:
-        for line in found.lines():
-            click.echo(line)
-
-
-def _say(directory: Path) -> None:
-    from p2ptrain.training.data.token_info import describe
-
-    for line in describe(directory, check=False).lines():
-        click.echo(line)
+    click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if as_json else "\n".join(found.lines()))

@@ -16,22 +16,10 @@ FAILED = 1
 
 
 @click.command()
-@click.option("--peers", type=click.IntRange(2, 64), default=4, show_default=True, help="Number of peers.")
-@click.option(
-    "--minutes",
-    type=NumberRange(min=0.25, max=24 * 60),
-    default=2.0,
-    show_default=True,
-    help="Approximate duration.",
-)
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Seed of the run.")
-@click.option(
-    "--out",
-    default="p2ptrain-demo",
-    show_default=True,
-    metavar="DIR",
-    help="Output directory; replaces an earlier demo.",
-)
+@click.option("--peers", type=click.IntRange(2, 64), default=4, help="Number of peers.")
+@click.option("--minutes", type=NumberRange(min=0.25, max=24 * 60), default=2.0, help="Approximate duration.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, help="Seed of the run.")
+@click.option("--out", default="p2ptrain-demo", metavar="DIR", help="Output directory; replaces an earlier demo.")
 @click.option("--plain", is_flag=True, help="Print lines instead of a live table; default without a terminal.")
 def demo(peers: int, minutes: float, seed: int, out: str, plain: bool) -> None:
     """Train with several peers on this machine.

@@ -13,22 +13,10 @@ from p2ptrain.cli.options import settings_command
 from p2ptrain.settings.table import Settings
 
 WOULD_NOT_WORK = 1
+OF_THE_NETWORK = ("host_maddrs", "announce_maddrs", "startup_timeout_s", "peer_timeout_s", "relay_peers")
 
 
-@settings_command(
-    "run_id",
-    "model",
-    "initial_peers",
-    "run_key",
-    "host_maddrs",
-    "announce_maddrs",
-    "startup_timeout_s",
-    "peer_timeout_s",
-    "relay_peers",
-    "device",
-    "threads",
-    "out",
-)
+@settings_command("run_id", "model", "initial_peers", "run_key", *OF_THE_NETWORK, "device", "threads", "out")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def doctor(settings: Settings, as_json: bool) -> None:
     """Check whether a peer works on this machine.
@@ -54,8 +42,7 @@ def doctor(settings: Settings, as_json: bool) -> None:
         report = {"works": works(findings), "checks": [finding.to_dict() for finding in findings]}
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        for line in texts(findings):
-            click.echo(line)
+        click.echo("\n".join(texts(findings)))
         failed, warned = (sum(finding.mark is mark for finding in findings) for mark in (Mark.FAILED, Mark.WARNING))
         verdict = "a peer works here" if not failed else "a peer would not work here"
         click.echo(f"{verdict}: {len(findings)} checks, {failed} failed, {warned} with a warning")

@@ -4,49 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Any, cast
 
 import click
 
-from p2ptrain.cli.options import settings_command
+from p2ptrain.cli.options import settings_command, takes
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.link import LINK_SETTINGS, Link, parse_params
 from p2ptrain.settings.presets import MODELS
 from p2ptrain.settings.table import SETTINGS, Settings
 
-
-def takes_link(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each setting of `Link`; the values stay text, as in `settings_command`."""
-    for setting in reversed(LINK_SETTINGS):
-        text = setting.help_with_default
-        command = click.option(setting.flag, setting.field_name, metavar=setting.metavar, help=text)(command)
-    return command
+# What decides the bytes of a round, of gossip and of joining.
+OF_ROUNDS = ("sync_every", "round_codec", "round_density", "prune_fraction", "averaging")
+OF_GOSSIP = ("fragment_fraction", "fragment_codec", "topology", "fan_out")
+OF_OPTIMIZERS = ("outer_optimizer", "inner_optimizer", "inner_moments")
+OF_PACE = ("max_contributors", "round_timeout_s", "gossip_budget")
 
 
-@settings_command(
-    "model",
-    "preset",
-    "sync_every",
-    "round_codec",
-    "round_density",
-    "prune_fraction",
-    "averaging",
-    "fragment_fraction",
-    "fragment_codec",
-    "topology",
-    "fan_out",
-    "outer_optimizer",
-    "inner_optimizer",
-    "inner_moments",
-    "max_contributors",
-    "round_timeout_s",
-    "gossip_budget",
-)
+@settings_command("model", "preset", *OF_ROUNDS, *OF_GOSSIP, *OF_OPTIMIZERS, *OF_PACE)
 @click.option("--params", metavar="SIZE", help="Number of parameters, such as 124M or 1.5B; or give --model.")
-@takes_link
+@takes(Link)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
-def estimate(settings: Settings, params: str | None, as_json: bool, **given: str | None) -> None:
+def estimate(settings: Settings, params: str | None, as_json: bool, **given: Any) -> None:
     """Estimate what a run will cost on your link.
 
     Prints bytes and seconds of a round, of gossip and of joining, and the memory; then what to change, if anything.
@@ -58,9 +37,7 @@ def estimate(settings: Settings, params: str | None, as_json: bool, **given: str
     A home line with a slow uplink, and steps of 0.2 s:
         p2ptrain estimate --model gpt-small --rate 100 --rate-up 20 --step-ms 200
     """
-    chosen: dict[str, Any] = {
-        s.field_name: s.parse(given[s.field_name], s.flag) for s in LINK_SETTINGS if given[s.field_name] is not None
-    }
+    chosen = {name: value for name, value in given.items() if value is not None}
     link = Link(**chosen, gossip_budget=cast(float, settings.values["gossip_budget"]))
     run = settings.resolve_run(None)
     if params is not None and settings.sources["model"] == SETTINGS["model"].flag:
@@ -74,8 +51,7 @@ def estimate(settings: Settings, params: str | None, as_json: bool, **given: str
         report = {"parameters": size, **dataclasses.asdict(link), **found.to_dict()}
         click.echo(json.dumps({**report, "advice": list(advice(run, size, link, found))}, indent=2, ensure_ascii=False))
     else:
-        for line in texts(run, size, link, found):
-            click.echo(line)
+        click.echo("\n".join(texts(run, size, link, found)))
         if assumed := [f"{s.flag} {s.default:g}" for s in LINK_SETTINGS if s.default and s.field_name not in chosen]:
             click.echo(f"assumed: {', '.join(assumed)}")
 

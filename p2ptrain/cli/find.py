@@ -1,16 +1,21 @@
-"""`p2ptrain find`, and what `p2ptrain join` asks before it joins a run that it has found on the local network."""
+"""`p2ptrain find` lists runs, `p2ptrain peers` the peers of one.
+
+Also what `p2ptrain join` asks before it joins a run that it has found on the local network.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from p2ptrain.cli.peers import NONE_FOUND
-from p2ptrain.errors import TransientError
+from p2ptrain.cli.options import OBSERVING, settings_command
+from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.monitor.formatting import count
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.settings.initial_peers import ticket_line
@@ -26,6 +31,12 @@ if TYPE_CHECKING:
 MAX_HOSTS = 3
 # Of a run's name, which may be longer.
 MAX_NAME_CHARS = 40
+WIDTH_OF_FILES = 160
+NONE_FOUND = 1  # as grep, and as kubectl for a name that it does not find
+SPLIT = (
+    "{} lineages: the swarm is split. Peers of one lineage commit rounds with each other only. They become one lineage "
+    "when they reach each other; if the split stays for minutes, they cannot: run p2ptrain doctor on both sides."
+)
 
 
 @click.command()
@@ -47,19 +58,7 @@ def find(as_json: bool) -> None:
     announcements = look(hosts)
     runs, closed = runs_of(announcements), announcements.count(CLOSED)
     if as_json:
-        rows = [
-            {
-                "run_id": run.run_id,
-                "model": run.model,
-                "parameters": run.parameters,
-                "peers": run.peers,
-                "step": run.step,
-                "founder": run.founder,
-                "addresses": run.addresses,
-                "ticket": ticket_text(run.ticket),
-            }
-            for run in runs
-        ]
+        rows = [{**dataclasses.asdict(run), "ticket": ticket_text(run.ticket)} for run in runs]
         click.echo(json.dumps(rows, indent=2))
     else:
         for run in runs:
@@ -112,7 +111,10 @@ def choose_nearby(settings: Settings) -> Settings:
         case "refuse":
             for run in runs:
                 _say_with_command(run)
-            raise TransientError(_choices(len(runs)))
+            one = len(runs) == 1
+            what = "a run was" if one else f"{len(runs)} runs were"
+            how = "join it with p2ptrain join --lan join" if one else "join one of them with p2ptrain join TICKET"
+            raise TransientError(f"{what} found on the local network; {how}, or start another with p2ptrain join --new")
     return settings if chosen is None else settings.with_ticket(chosen.ticket, "the local network")
 
 
@@ -147,8 +149,85 @@ def _say_with_command(run: LanRun) -> None:
     click.echo(f"    {ticket_line(run.addresses, run.run_id, founder=run.founder)}")
 
 
-def _choices(found: int) -> str:
-    one = found == 1
-    what = "a run was" if one else f"{found} runs were"
-    join = "join it with p2ptrain join --lan join" if one else "join one of them with p2ptrain join TICKET"
-    return f"{what} found on the local network; {join}, or start another with p2ptrain join --new"
+@settings_command(*OBSERVING)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
+def peers(settings: Settings, as_json: bool) -> None:
+    """List the peers of a run, with status, speed and addresses.
+
+    Below the table: whether the swarm is split into several lineages; which peers are linked through a relay only, or
+    without a direct connection for rounds and state; and whom each peer has struck in the last ten minutes, for broken
+    rules or false work. The exit status is 1 if the run has no peers that can be listed.
+
+    \b
+    As a table, and as JSON for scripts:
+        p2ptrain peers --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
+        p2ptrain peers --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm… --json
+    """
+    network = settings.network_config().without_bulk
+    if not network.initial_peers:
+        raise ConfigError("--initial-peers is required; give the address of a peer of the run, or a ticket")
+    from p2ptrain.monitor.waiting import saying_what_for
+    from p2ptrain.peer.session import MEMBERS_TIMEOUT_S, OPEN_TIMEOUT_S, NetworkSession
+
+    run_id = str(settings.values["run_id"])
+    with ExitStack() as stack:
+        with saying_what_for("connecting to the initial peers", OPEN_TIMEOUT_S):
+            session = stack.enter_context(NetworkSession(network))
+        with saying_what_for(f"asking the peers of run {run_id!r}", MEMBERS_TIMEOUT_S):
+            members = [dataclasses.asdict(member) for member in session.members(run_id)]
+    if as_json:
+        click.echo(json.dumps(members, indent=2))
+    elif not members:
+        click.echo(f"no peers found for run {run_id!r}", err=True)
+    else:
+        lineages = {member["lineage"] for member in members} - {""}  # empty: not in the run yet, or not reached
+        is_split = len(lineages) > 1
+        _print_table(run_id, members, is_split=is_split)
+        if is_split:
+            click.echo(SPLIT.format(len(lineages)))
+        _print_relayed(members)
+        _print_strikes(members)
+    if not members:
+        sys.exit(NONE_FOUND)
+
+
+def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"run {run_id}: {count(len(members), 'peer')}", "table.title"), title_justify="left")
+    titles = ("peer", "role", "status", *(["lineage"] if is_split else []), "step", "round", "steps/s", "addresses")
+    for title in titles:
+        table.add_column(title, overflow="fold", justify="right" if title in ("step", "round", "steps/s") else "left")
+    for member in members:
+        addresses = [maddr.rpartition("/p2p/")[0] for maddr in member["maddrs"]]
+        speed, round_ = f"{member['speed']:.1f}", "–" if member["round"] < 0 else member["round"]
+        shown_as = {"peer": member["peer_id"], "round": round_, "steps/s": speed, "addresses": "\n".join(addresses)}
+        cells = {**member, **shown_as}
+        # As text: of a str, rich reads what other peers wrote as markup.
+        table.add_row(*(Text(str(cells[title])) for title in titles))
+    # A file or a pipe has no width: use enough for one line per peer.
+    Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
+
+
+def _print_relayed(members: list[dict[str, Any]]) -> None:
+    """One line for each pair of members whose bulk bytes have no connection of their own, as one of the two says."""
+    told = {
+        tuple(sorted((member["peer_id"], other))): relay
+        for member in members
+        for other, relay in (member["relayed"] or {}).items()
+    }
+    for (one, other), relay in sorted(told.items()):
+        way = f"relayed through {relay}" if relay else "no direct TLS connection; libp2p carries rounds and state"
+        click.echo(f"{one} and {other}: {way}")
+
+
+def _print_strikes(members: list[dict[str, Any]]) -> None:
+    """One line for each peer that a member has struck: the members say so, nobody checks it."""
+    given = [(struck, member["peer_id"]) for member in members for struck in member["strikes"]]
+    if given:
+        click.echo("strikes of the last ten minutes:")
+    for struck, by in sorted(given, key=lambda pair: (pair[0]["peer_id"], pair[1])):
+        minutes = struck["age_s"] / 60
+        click.echo(f"{struck['peer_id']}: {struck['count']} by {by}, {minutes:.0f} min ago: {struck['reason']}")

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +22,6 @@ from p2ptrain.settings.torchrun import launch_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from p2ptrain.training.data.source import Source
     from p2ptrain.training.progress import TrainingProgress
 
 SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)]
@@ -87,19 +87,26 @@ def join(settings: Settings, plain: bool, share_key: bool, new: bool, qr: bool) 
         settings = choose_nearby(settings)
         network = settings.network_config()
         Access(network).check_allowed(network.initial_peers)
-    if not plain and (console := _live_console()) is not None:
-        _join_live(settings, source, console, share_key, qr)
-    else:
+    train = partial(join_run, settings, source, share_key=share_key, qr=qr, launch=launch_of(os.environ))
+    console = None if plain else _live_console()
+    if console is None:
         pairs = PairSteps()
-        join_run(
-            settings,
-            source,
-            say=_say,
-            on_progress=lambda progress: _say(format_progress(progress, pairs.by_status)),
-            sinks=[pairs],
-            share_key=share_key,
-            qr=qr,
-            launch=launch_of(os.environ),
+        train(say=_say, on_progress=lambda now: _say(format_progress(now, pairs.by_status)), sinks=[pairs])
+        return
+    from p2ptrain.monitor.liveview import LiveView
+    from p2ptrain.monitor.terminal import open_terminal
+    from p2ptrain.settings.initial_peers import join_line
+
+    view = LiveView()
+    with open_terminal(console, view.drawing) as terminal:
+        train(
+            say=terminal.say,
+            on_progress=lambda progress: view.say_time_left(progress.left_s),
+            on_status=view.say_status,
+            sinks=[view],
+            on_peer=lambda peer: view.follow(
+                peer, join_line(peer.maddrs, peer.run.run_id, peer.run.model, network.key_file)
+            ),
         )
 
 
@@ -113,28 +120,6 @@ def _live_console() -> Console | None:
 
     console = Console(highlight=False)
     return console if is_worth_it(console, os.environ) else None
-
-
-def _join_live(settings: Settings, source: Source, console: Console, share_key: bool, qr: bool) -> None:
-    from p2ptrain.monitor.liveview import LiveView
-    from p2ptrain.monitor.terminal import open_terminal
-    from p2ptrain.settings.initial_peers import join_line
-    from p2ptrain.training.join import join_run
-
-    view, run_key = LiveView(), settings.network_config().key_file
-    with open_terminal(console, view.drawing) as terminal:
-        join_run(
-            settings,
-            source,
-            say=terminal.say,
-            on_progress=lambda progress: view.say_time_left(progress.left_s),
-            on_status=view.say_status,
-            sinks=[view],
-            share_key=share_key,
-            qr=qr,
-            launch=launch_of(os.environ),
-            on_peer=lambda peer: view.follow(peer, join_line(peer.maddrs, peer.run.run_id, peer.run.model, run_key)),
-        )
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from p2ptrain.cli.completion import complete_files
+from p2ptrain.cli.options import complete_files
 from p2ptrain.settings.run_key import SECRET_BYTES, make_key_file
 
 DEFAULT_FILE = "run.key"

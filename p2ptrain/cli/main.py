@@ -8,23 +8,20 @@ import os
 import sys
 
 import click
+from click.shell_completion import get_completion_class
 
 from p2ptrain.cli.bootstrap import bootstrap
-from p2ptrain.cli.completion import completion
 from p2ptrain.cli.config import config
 from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.data import data
 from p2ptrain.cli.demo import demo
 from p2ptrain.cli.doctor import doctor
 from p2ptrain.cli.estimate import estimate
-from p2ptrain.cli.export import export
-from p2ptrain.cli.find import find
-from p2ptrain.cli.generate import generate
+from p2ptrain.cli.find import find, peers
+from p2ptrain.cli.generate import export, generate
 from p2ptrain.cli.join import join
 from p2ptrain.cli.key import key
-from p2ptrain.cli.peers import peers
-from p2ptrain.cli.reproduce import reproduce
-from p2ptrain.cli.simulate import simulate
+from p2ptrain.cli.simulate import reproduce, simulate
 from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.settings.run_key import without_secrets
 from p2ptrain.settings.torchrun import rank_of
@@ -33,9 +30,13 @@ from p2ptrain.version import __version__
 
 TRY_LATER = 75  # EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # the exit status that shells use for Ctrl-C
+SHELLS = ("bash", "zsh", "fish")
+# Environment variable in which click gets completion requests; derived from the command's name.
+VARIABLE = "_P2PTRAIN_COMPLETE"
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(context_settings=CONTEXT)
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
     """Train one neural network on many machines, peer to peer.
@@ -53,24 +54,28 @@ def cli() -> None:
     """
 
 
-for command in (
-    demo,
-    join,
-    find,
-    key,
-    bootstrap,
-    peers,
-    dashboard,
-    doctor,
-    estimate,
-    data,
-    generate,
-    export,
-    simulate,
-    reproduce,
-    config,
-    completion,
-):
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print a script that makes a shell complete p2ptrain.
+
+    \b
+    For bash, at the end of ~/.bashrc:
+        eval "$(p2ptrain completion bash)"
+    For zsh, at the end of ~/.zshrc (after compinit):
+        eval "$(p2ptrain completion zsh)"
+    For fish, once:
+        p2ptrain completion fish > ~/.config/fish/completions/p2ptrain.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(context.find_root().command, {}, "p2ptrain", VARIABLE).source())
+
+
+OF_SWARMS = (demo, join, find, key, bootstrap, peers, dashboard, doctor)
+OF_ONE_MACHINE = (estimate, data, generate, export, simulate, reproduce, config, completion)
+for command in (*OF_SWARMS, *OF_ONE_MACHINE):
     cli.add_command(command)
 
 

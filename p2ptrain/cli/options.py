@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from p2ptrain.cli.completion import complete_files, complete_setting
 from p2ptrain.settings.run_key import looks_like_key, without_secrets
+from p2ptrain.settings.setting import Setting, settings_of
 from p2ptrain.settings.table import SECTIONS, SETTINGS, merge
 from p2ptrain.settings.ticket import looks_like_ticket
 
@@ -19,13 +20,17 @@ EVERY_WAY = (
     "Each setting can also come from an environment variable (P2PTRAIN_RUN_ID=novels) or from the TOML file given "
     'with -c (run_id = "novels"). Earlier ones win: flag, variable, file,{preset} default.'
 )
-
-
+IN_PROCESS_LIST = (
+    "warning: the ticket holds the run key, and other users of this machine can see it in the list of processes; put "
+    "it into a file that only you can read (chmod 600), and give the file instead"
+)
 # In a context's `meta`: whether all options are shown.
 HELP_ALL = "p2ptrain.help_all"
 TICKET_HELP = "Ticket that `p2ptrain join` printed, a file that holds one, or an initial peer."
 # Of a word that is no ticket: it may be a part of one.
 MAX_SHOWN_CHARS = 12
+# Of a command that asks the peers of a run without being a member.
+OBSERVING = ("run_id", "initial_peers", "run_key", "identity", "host_maddrs", "startup_timeout_s")
 # What nanoGPT's and transformers' trainers call these settings: near spellings would suggest unrelated ones.
 OTHER_NAMES = {
     "batch_size": "batch_tokens", "block_size": "context", "dataset": "data", "eval_interval": "eval_every",
@@ -110,13 +115,26 @@ def _show_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
         context.exit()
 
 
-def _warn_of_process_list(given: Sequence[str]) -> None:
-    if any(map(looks_like_ticket, given)):
-        click.echo(
-            "warning: the ticket holds the run key, and other users of this machine can see it in the list of "
-            "processes; put it into a file that only you can read (chmod 600), and give the file instead",
-            err=True,
-        )
+def takes(owner: type, *, typed: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add an option for each setting of the dataclass `owner`: checked, None where it is not given, a list as text.
+
+    Args:
+        typed: whether click converts numbers, and says what is none.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for setting in reversed(list(settings_of(owner))):
+            kind = setting.kind if typed and setting.kind is not tuple else str
+            name, text, parse = setting.field_name, setting.help_with_default, functools.partial(_parse, setting)
+            option = click.option(setting.flag, name, type=kind, metavar=setting.metavar, help=text, callback=parse)
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _parse(setting: Setting, context: click.Context, parameter: click.Parameter, given: Any) -> Any:
+    return given if given is None or setting.kind is tuple else setting.parse(given, setting.flag)
 
 
 def settings_command(
@@ -135,44 +153,55 @@ def settings_command(
             if ticket is not None:
                 flags["initial_peers"] = (ticket, *flags["initial_peers"])
             settings = merge(flags, os.environ, config_file)
-            if settings.ticket is not None and settings.ticket.key is not None:
-                _warn_of_process_list(flags["initial_peers"])
+            has_key = settings.ticket is not None and settings.ticket.key is not None
+            if has_key and any(map(looks_like_ticket, flags["initial_peers"])):
+                click.echo(IN_PROCESS_LIST, err=True)
             function(settings, **given)
 
-        decorated: Callable[..., None] = command
-        if "initial_peers" in names:
-            decorated = click.argument("ticket", required=False, metavar="[TICKET]", callback=_check_ticket)(decorated)
-        for setting in reversed([SETTINGS[name] for name in names]):
-            # Values stay text here: `merge` converts and checks the values of all sources.
-            decorated = click.option(
-                setting.flag,
-                setting.name,
-                metavar=setting.metavar,
-                multiple=setting.kind is tuple,
-                help=setting.help_with_default,
-                shell_complete=functools.partial(complete_setting, setting),
-            )(decorated)
-        decorated = click.option(
-            "-c",
-            "--config",
-            "config_file",
-            metavar="FILE",
-            help="TOML file with settings; or set P2PTRAIN_CONFIG.",
-            shell_complete=complete_files,
-        )(decorated)
-        epilog = EVERY_WAY.format(preset=" preset," if "preset" in names else "")
         rare = frozenset(names).difference(common) if common else frozenset()
+        params: list[click.Parameter] = []
         if rare:
-            decorated = click.option(
-                "--help-all",
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_show_all,
-                help="Show all options and exit.",
-            )(decorated)
-        made = click.command(cls=kind, epilog=epilog)(decorated)
+            text = "Show all options and exit."
+            params.append(
+                click.Option(
+                    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text
+                )
+            )
+        config, text = ["-c", "--config", "config_file"], "TOML file with settings; or set P2PTRAIN_CONFIG."
+        params.append(click.Option(config, metavar="FILE", help=text, shell_complete=complete_files))
+        # Values stay text here: `merge` converts and checks the values of all sources.
+        params += [_option(SETTINGS[name]) for name in names]
+        if "initial_peers" in names:
+            params.append(click.Argument(["ticket"], required=False, metavar="[TICKET]", callback=_check_ticket))
+        epilog = EVERY_WAY.format(preset=" preset," if "preset" in names else "")
+        made = click.command(cls=kind, epilog=epilog, params=params)(command)
         made.rare = rare
         return made
 
     return decorate
+
+
+def _option(setting: Setting) -> click.Option:
+    return click.Option(
+        [setting.flag, setting.name],
+        metavar=setting.metavar,
+        multiple=setting.kind is tuple,
+        help=setting.help_with_default,
+        shell_complete=functools.partial(_complete, setting),
+    )
+
+
+def _complete(
+    setting: Setting, context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete a setting's value: its known names, else files or directories. bash cannot show both."""
+    words = setting.metavar.split("|")
+    if found := [CompletionItem(name) for name in setting.names if name.startswith(incomplete)]:
+        return found
+    if "FILE" in words:
+        return complete_files(context, parameter, incomplete)
+    return [CompletionItem(incomplete, type="dir")] if "DIR" in words else []
+
+
+def complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]

@@ -1,28 +1,21 @@
-"""`p2ptrain simulate`: simulate a swarm in one process, in virtual time."""
+"""`p2ptrain simulate`: a swarm in one process and virtual time; `p2ptrain reproduce`: the papers' experiments in it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from p2ptrain.cli.options import takes
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.settings.setting import settings_of
 from p2ptrain.settings.table import SETTINGS
 from p2ptrain.simulation.experiment import Experiment, read_experiments
 
-
-def takes_experiment(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each setting of `Experiment`."""
-    for setting in reversed(list(settings_of(Experiment))):
-        kind = str if setting.kind is tuple else setting.kind
-        text = setting.help_with_default
-        command = click.option(setting.flag, setting.field_name, type=kind, metavar=setting.metavar, help=text)(command)
-    return command
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
 @click.command()
@@ -33,15 +26,8 @@ def takes_experiment(command: Callable[..., None]) -> Callable[..., None]:
     "--fragment-fraction", type=float, metavar="P", help="Share of the weights sent at each step. [default: 0.02]"
 )
 @click.option("--set", "extra", multiple=True, metavar="NAME=VALUE", help="Any other run setting; repeatable.")
-@takes_experiment
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="p2ptrain-simulation",
-    show_default=True,
-    metavar="DIR",
-    help="Output directory.",
-)
+@takes(Experiment, typed=True)
+@click.option("--out", type=DIRECTORY, default="p2ptrain-simulation", metavar="DIR", help="Output directory.")
 def simulate(file: Path | None, out: Path, **options: Any) -> None:
     """Simulate a swarm in this process, in virtual time.
 
@@ -85,8 +71,8 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
         title, experiments = read_experiments(file, **settings)
 
     from p2ptrain.simulation.plot import save_plot
-    from p2ptrain.simulation.report import format_run_audits, format_table, progress_bars
-    from p2ptrain.simulation.variants import simulate_variants
+    from p2ptrain.simulation.records import format_run_audits, format_table
+    from p2ptrain.simulation.variants import progress_bars, simulate_variants
     from p2ptrain.training.output_dir import check_writable
 
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records
@@ -108,10 +94,8 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """The given options, by the names of `Experiment.of`."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
-    for setting in (*settings_of(Experiment), *map(SETTINGS.__getitem__, ("steps", "sync_every", "fragment_fraction"))):
-        value = given.get(setting.field_name, given.get(setting.name))
-        if value is not None and setting.kind is not tuple:
-            setting.parse(value, setting.flag)
+    for name in {"steps", "sync_every", "fragment_fraction"} & set(given):
+        SETTINGS[name].parse(given[name], SETTINGS[name].flag)
     for text in given.pop("extra", ()):
         name, found, value = text.partition("=")
         if not found:
@@ -134,3 +118,57 @@ def _literal(text: str) -> Any:
         except ValueError:
             continue
     return {"true": True, "false": False}.get(text.lower(), text)
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME|FILE]...")
+@click.option("--seeds", type=click.IntRange(1, 20), default=1, help="Seeds per experiment.")
+@click.option("--headline", is_flag=True, help="Run only the papers' main results.")
+@click.option("--list", "list_only", is_flag=True, help="List the experiments and exit.")
+@click.option(
+    "--out",
+    type=DIRECTORY,
+    default="p2ptrain-reproduction",
+    metavar="DIR",
+    help="Output directory for records, verdicts and plots.",
+)
+def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: bool, out: Path) -> None:
+    """Repeat the SPARTA and DiLoCo papers' experiments, scaled down.
+
+    Each experiment simulates a few swarms with a small model, prints the paper's numbers beside ours, and states
+    whether the paper's claim holds here. Without NAME all experiments run, one after the other, for some minutes each.
+
+    \b
+    One experiment: the cost of large intervals, with and without SPARTA:
+        p2ptrain reproduce s7
+    All experiments, into another directory:
+        p2ptrain reproduce --out report
+    """
+    from p2ptrain.simulation.reproduction import experiments
+
+    chosen = [experiments.read_reproduction(name) for name in names or experiments.known_reproductions()]
+    chosen = [reproduction for reproduction in chosen if reproduction.headline or not headline]
+    if list_only:
+        for reproduction in chosen:
+            click.echo(f"{reproduction.name:12} {reproduction.title}")
+        return
+    require_extra("simulate", "p2ptrain reproduce")
+    from p2ptrain.simulation.variants import progress_bars
+    from p2ptrain.training.output_dir import check_writable
+
+    logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records
+    check_writable(out)
+    for reproduction in chosen:
+        check_writable(out / reproduction.name)
+        for variant in reproduction.variants:
+            check_writable(out / reproduction.name / variant.directory)
+    rows: list[dict[str, str]] = []
+    for reproduction in chosen:
+        began_s = time.monotonic()
+        with progress_bars([variant for _ in range(seeds) for variant in reproduction.variants]) as on_progress:
+            outcome = experiments.run_reproduction(reproduction, range(seeds), on_progress)
+        experiments.write_outcome(outcome, out)
+        rows += experiments.claim_rows(outcome)
+        (out / "claims.md").write_text(experiments.as_markdown(rows), encoding="utf-8")
+        click.echo(f"{reproduction.name}: {experiments.format_outcome(outcome)}")
+        click.echo(f"{time.monotonic() - began_s:.0f} s; written to {out / reproduction.name}\n")

@@ -1,27 +1,40 @@
-"""Run the demo: train, measure, report."""
+"""Run the demo: train, measure, report. Its output directory is replaced by the next demo, and by nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from p2ptrain.demo.calibration import measure_step_s
-from p2ptrain.demo.directory import CURVES, RESULTS, SUMMARY, claim_demo_directory, peer_directory
 from p2ptrain.demo.display import open_display
-from p2ptrain.demo.orchestrator import DemoFailedError, Orchestrator, start_bootstrap
-from p2ptrain.demo.plan import make_plan
+from p2ptrain.demo.orchestrator import (
+    BOOTSTRAP,
+    DemoFailedError,
+    Orchestrator,
+    peer_directory,
+    running_processes,
+    start_bootstrap,
+)
+from p2ptrain.demo.plan import RUN_ID, make_plan, measure_step_s
 from p2ptrain.demo.plot import save_plot
-from p2ptrain.demo.processes import running_processes
-from p2ptrain.demo.report import format_report
-from p2ptrain.demo.results import measure
+from p2ptrain.demo.report import CURVES, SUMMARY, format_report, measure
+from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.formatting import count
 from p2ptrain.monitor.swarmview import SwarmView
 from p2ptrain.signals import stop_on_signals
+from p2ptrain.training.output_dir import claim_out
+
+MARKER = ".p2ptrain-demo"
+RESULTS = "results.json"
+# Files that a demo writes, and that the next demo removes. Other files are the user's.
+_WRITTEN = ("peer-*", "checkpoint-*", ".checkpoint-*", BOOTSTRAP, CURVES, SUMMARY, RESULTS)
 
 
 def run_demo(
@@ -77,3 +90,25 @@ def run_demo(
                 "the peers ended with different anchors; on a busy machine give more --minutes or fewer --peers, "
                 f"and see the logs in {peer_directory(out, 1)} and so on"
             )
+
+
+@contextmanager
+def claim_demo_directory(out: Path) -> Iterator[None]:
+    """Make `out`, lock it, and remove what an earlier demo left in it.
+
+    Raises:
+        ConfigError: it is in use or not writable, or holds files but no earlier demo.
+    """
+    if out.is_dir() and any(out.iterdir()) and not (out / MARKER).exists():
+        raise ConfigError(
+            f"--out {out} is not empty, and no earlier demo wrote it; give another directory, or remove this one"
+        )
+    with claim_out(str(out), RUN_ID, joins=False):
+        (out / MARKER).write_text("Written by `p2ptrain demo`; the next one replaces it.\n", encoding="utf-8")
+        for pattern in _WRITTEN:
+            for path in out.glob(pattern):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        yield

@@ -1,31 +1,132 @@
-"""Run the peers of the demo: start them, kill one, add one, and wait for their end."""
+"""The processes of the demo: start them, kill a peer, add one, wait. All end with the demo, however it ends."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from p2ptrain.demo.directory import BOOTSTRAP, peer_directory
 from p2ptrain.demo.display import Show
-from p2ptrain.demo.plan import DemoPlan
-from p2ptrain.demo.processes import EventReader, Process
+from p2ptrain.demo.plan import DemoPlan, as_flags
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.monitor.peerview import PeerState
 from p2ptrain.monitor.swarmview import SwarmView
+from p2ptrain.network.leftovers import killed_with_us, remove_leftovers
+from p2ptrain.protocol.event_log.events import Event
+from p2ptrain.settings.setting import ENV_PREFIX
 from p2ptrain.training.join import METRICS_FILE
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+BOOTSTRAP = "bootstrap"
 LOG = "log.txt"
 ADDRESSES = "addresses"
 IDENTITY = "identity.key"
 REFRESH_S = 0.25
 # A peer without new metrics for this long hangs. Waiting for a last round may take a minute.
 SILENCE_S = 120.0
+# A peer leaves within 10 s of a SIGTERM (measured: below 2 s on a busy machine).
+LEAVE_S = 12.0
+LAST_LINES = 15
 
 
 class DemoFailedError(P2PTrainError):
     """A process of the demo failed; the message ends with its last lines of output."""
+
+
+class Process:
+    """A `p2ptrain` command that runs in the background, with its output in a file.
+
+    `enter` is a command prefix that executes the rest, for example in a network namespace.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, *, enter: Sequence[str] = ()) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        command = [*enter, *killed_with_us([sys.executable, "-m", "p2ptrain", *arguments])]
+        # Without P2PTRAIN_ variables, so that the user's settings do not change the demo.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        env = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        none, joined = subprocess.DEVNULL, subprocess.STDOUT
+        with log.open("wb") as output:
+            # A separate session: Ctrl-C in the terminal reaches only us, and we stop the processes.
+            self._popen = subprocess.Popen(
+                command, stdin=none, stdout=output, stderr=joined, env=env, start_new_session=True
+            )
+        self.pid = self._popen.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative if a signal ended it."""
+        return self._popen.poll()
+
+    @property
+    def last_lines(self) -> list[str]:
+        return self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def ask_to_leave(self) -> None:
+        """Ask it to end (SIGTERM, which acts as Ctrl-C)."""
+        if self.exit_status is None:
+            self._popen.send_signal(signal.SIGTERM)
+
+
+class EventReader:
+    """Reads a peer's metrics file while the peer writes it; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def new_events(self) -> Iterator[Event]:
+        """The events since the last call. An incomplete last line is left for the next call.
+
+        A line that is not an event is skipped.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        for line in whole.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event:
+                yield event
+
+
+@contextmanager
+def running_processes() -> Iterator[list[Process]]:
+    """Yield a list for processes; at the end of the block all of them are asked to leave, then killed."""
+    processes: list[Process] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.ask_to_leave()
+        deadline_s = time.monotonic() + LEAVE_S
+        while any(process.exit_status is None for process in processes) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        for process in processes:
+            process.kill()
+        remove_leftovers()
+
+
+def peer_directory(out: Path, number: int) -> Path:
+    return out / f"peer-{number}"
 
 
 def start_bootstrap(
@@ -42,19 +143,8 @@ def start_bootstrap(
     """
     directory = out / BOOTSTRAP
     addresses = directory / ADDRESSES
-    process = Process(
-        [
-            "bootstrap",
-            "--identity",
-            str(directory / IDENTITY),
-            "--host-maddrs",
-            host_maddrs,
-            "--write-addresses",
-            str(addresses),
-        ],
-        directory / LOG,
-        enter=enter,
-    )
+    flags = as_flags({"identity": directory / IDENTITY, "host-maddrs": host_maddrs, "write-addresses": addresses})
+    process = Process(["bootstrap", *flags], directory / LOG, enter=enter)
     processes.append(process)
     while not addresses.exists():
         if stop():
@@ -101,27 +191,10 @@ class Orchestrator:
 
     def _start(self, number: int, *, late: bool = False) -> None:
         directory = peer_directory(self._out, number)
-        process = Process(
-            [
-                "join",
-                *self._plan.run_flags,
-                "--initial-peers",
-                str(self._addresses),
-                "--host-maddrs",
-                LOOPBACK,
-                "--out",
-                str(directory),
-                "--seed",
-                str(self._plan.peer_seed(number)),
-                "--threads",
-                "1",
-                "--device",
-                "cpu",
-                "--eval-every",
-                str(self._plan.eval_every),
-            ],
-            directory / LOG,
-        )
+        seed, eval_every = self._plan.peer_seed(number), self._plan.eval_every
+        where = {"initial-peers": self._addresses, "host-maddrs": LOOPBACK, "out": directory}
+        how = {"seed": seed, "threads": 1, "device": "cpu", "eval-every": eval_every}
+        process = Process(["join", *self._plan.run_flags, *as_flags({**where, **how})], directory / LOG)
         self._processes.append(process)
         self._peers[number] = process
         self._readers[number] = EventReader(directory / METRICS_FILE)

@@ -1,8 +1,18 @@
-"""Plan the length of the demo's run, and when a peer is killed and another one joins."""
+"""Plan the demo: how fast its peers are here, how long the run takes, when a peer is killed and another one joins."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.training.data import Characters, load_corpus
+from p2ptrain.training.models import batch_windows, build, context_length
+from p2ptrain.training.trainer import Trainer, TrainingData
 
 RUN_ID = "p2ptrain-demo"
 # Two before the kill, one without the killed peer, two with the late peer, and the last one.
@@ -24,6 +34,12 @@ MIN_TRAINING_S = 2 * LATE_START_S
 # longer everything takes that is started. Beyond MAX_SLOWNESS a demo would become too long.
 BOOTSTRAP_START_S = 3.0
 MAX_SLOWNESS = 4.0
+MODEL = "gpt-demo"
+WARM_UP_STEPS = 20
+MEASURE_S = 2.0
+# Time of a step in a swarm, relative to training alone: exchange, evaluation, libp2p and other processes add to it
+# (measured on a shared machine: 1.0 to 1.5).
+SWARM_FACTOR = 1.3
 
 
 @dataclass(frozen=True)
@@ -63,11 +79,16 @@ class DemoPlan:
             "warmup-steps": min(50, self.steps // 8),
             "run-seed": self.seed,
         }
-        return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        return as_flags(settings)
 
     def peer_seed(self, number: int) -> int:
         """Seed of the text that a peer trains on."""
         return 1000 * self.seed + number
+
+
+def as_flags(settings: Mapping[str, object]) -> list[str]:
+    """Settings by name as arguments of a command."""
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
 def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float, bootstrap_s: float) -> DemoPlan:
@@ -87,13 +108,42 @@ def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float, boots
     # Start the late peer early enough that it trains at JOIN_AT.
     start_late_at = max(EARLIEST_START, JOIN_AT - slowness * LATE_START_S / training_s)
     kill_at = min(KILL_AT, start_late_at - 0.02)
-    return DemoPlan(
-        peers=peers,
-        seed=seed,
-        steps=steps,
-        sync_every=sync_every,
-        # An evaluation takes as long as six steps.
-        eval_every=max(10, sync_every // 10),
-        kill_at_step=round(kill_at * steps),
-        join_at_step=round(start_late_at * steps),
-    )
+    eval_every = max(10, sync_every // 10)  # an evaluation takes as long as six steps
+    kill_at_step, join_at_step = round(kill_at * steps), round(start_late_at * steps)
+    return DemoPlan(peers, seed, steps, sync_every, eval_every, kill_at_step, join_at_step)
+
+
+def measure_step_s(peers: int) -> float:
+    """Seconds that one inner step of the demo model takes while `peers` processes train.
+
+    Measured while `peers - 1` other processes keep the CPU busy, so that shared cores, CPU quotas of containers and
+    the load of the machine are included.
+    """
+    run = RunConfig(model=MODEL)
+    model = build(MODEL, vocab_size=run.vocab_size, seed=0)
+    batch_size = batch_windows(MODEL, context_length(model), None)
+    trainer = Trainer(model, TrainingData(load_corpus("stdlib", Characters())), run, batch_size=batch_size, seed=0)
+    for step in range(WARM_UP_STEPS):
+        trainer.step(step)
+    with _busy_processes(peers - 1):
+        start_s = time.monotonic()
+        steps = 0
+        while time.monotonic() - start_s < MEASURE_S:
+            trainer.step(steps)
+            steps += 1
+        return SWARM_FACTOR * (time.monotonic() - start_s) / steps
+
+
+@contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    # They end by themselves if we are killed. Each has its own session, as peers have: Linux schedules per session.
+    program = f"import time\nend = time.monotonic() + {3 * MEASURE_S}\nwhile time.monotonic() < end: pass"
+    command = [sys.executable, "-I", "-S", "-c", program]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()

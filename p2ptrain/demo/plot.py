@@ -59,14 +59,9 @@ def _curve(swarm: SwarmView, points: Iterable[tuple[float, float]]) -> tuple[lis
 def _mark_events(axes: Axes, swarm: SwarmView) -> None:
     for label, event, colour in (("killed", swarm.killed_at, "#B00020"), ("joins", swarm.joined_at, "#1B7F3B")):
         if event is not None:
-            number, t = event
-            axes.axvline(t - swarm.began_s, color=colour, linewidth=1.2, linestyle="--")
+            number, at_s = event[0], event[1] - swarm.began_s
+            axes.axvline(at_s, color=colour, linewidth=1.2, linestyle="--")
+            where = ("data", "axes fraction")
             axes.annotate(
-                f"peer {number} {label}",
-                (t - swarm.began_s, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(4, -2),
-                textcoords="offset points",
-                color=colour,
-                va="top",
+                f"peer {number} {label}", (at_s, 1.0), (4, -2), where, "offset points", color=colour, va="top"
             )

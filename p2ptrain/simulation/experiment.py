@@ -6,6 +6,7 @@ An experiment file has these settings in a flat TOML table, and variants as [[ar
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.setting import POSITIVE, Rule, as_float, check, check_settings, count, number, setting
 from p2ptrain.settings.table import did_you_mean, read_toml
-from p2ptrain.simulation.fault_injection import KINDS, RandomFault, draw_faults
-from p2ptrain.simulation.scheduled_event import ScheduledEvent, check_schedule
+from p2ptrain.simulation.schedule import KINDS, RandomFault, ScheduledEvent, check_schedule
 
 # Settings of a run that a simulation does not use, or chooses itself.
 _NOT_OURS = {"run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data"}
@@ -110,8 +110,35 @@ class Experiment:
 
     @property
     def faults_drawn(self) -> tuple[RandomFault, ...]:
-        """The random faults, in order."""
-        return draw_faults(self)
+        """The random faults, drawn from the seed and ordered by their start; times between them are exponential.
+
+        All kinds are equally likely. "crash": the peer vanishes and later starts anew, without its state. "pause":
+        training and network stop and resume. "partition": up to half of the peers can reach only each other. "slow": a
+        link of 2 Mbit/s both ways. A peer has one fault at a time, and at most half of the peers have one at once;
+        larger faults are left out or affect fewer peers. None is in the last interval, so that all peers take part in
+        the last round.
+        """
+        rng = random.Random(f"storm/{self.seed}")
+        last = self.run.total_steps - self.run.sync_every
+        faults: list[RandomFault] = []
+        free_from = [0] * self.peers
+        time_s = 0.0
+        while self.faults_per_hour > 0:
+            time_s += rng.expovariate(self.faults_per_hour / 3600)
+            kind, ends_s = rng.choice(self.faults), time_s + self.fault_s * rng.uniform(0.5, 1.5)
+            begins, ends = round(time_s / self.step_s), round(ends_s / self.step_s) + 1
+            if begins >= last:
+                break
+            free = [peer for peer in range(self.peers) if free_from[peer] <= begins]
+            wanted = rng.randint(1, max(1, self.peers // 2)) if kind == "partition" else 1
+            struck = min(wanted, len(free) - (self.peers + 1) // 2)
+            if struck < 1 or ends >= last:
+                continue
+            peers = tuple(rng.sample(free, struck))
+            for peer in peers:
+                free_from[peer] = ends + 1
+            faults.append(RandomFault(len(faults) + 1, kind, peers, begins, ends))
+        return tuple(faults)
 
     @property
     def scheduled_events(self) -> list[ScheduledEvent]:

@@ -1,15 +1,19 @@
-"""Records of a simulation: every peer's metrics stream, and measures over all peers."""
+"""Records of a simulation: every peer's metrics stream, measures over all peers, and tables of them."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from p2ptrain.algorithms.metrics import disagreement, pairwise_correlation
 from p2ptrain.monitor.run_audit import RunAudit
@@ -156,3 +160,63 @@ class Records:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def format_table(variants: Sequence[Records]) -> str:
+    """Results of all variants, a line each."""
+    rows = []
+    for records in variants:
+        steps = records.experiment.run.total_steps
+        correlations = [value for step, value in records.correlations() if step < steps]
+        rows.append(
+            {
+                "variant": records.experiment.name,
+                "loss before": f"{records.loss_before_merge:.4f}",
+                "merged": f"{records.final_loss:.4f}",
+                "correlation": f"{correlations[-1]:.4f}" if correlations else "-",
+                "rounds": str(len(records.rounds)),
+                "MB sent": f"{records.bytes_sent / 1e6:.2f}",
+                "kB a step and peer": f"{records.bytes_sent / 1e3 / steps / len(records.events):.2f}",
+            }
+        )
+    return as_text(rows)
+
+
+def format_run_audits(variants: Sequence[Records]) -> str:
+    """Faults and rounds of all variants, a line each."""
+    rows = []
+    for records in variants:
+        run_audit = records.run_audit
+        joins = [join for join in run_audit.joins if join.started_s >= records.began_s]
+        times = sorted(join.step_s for join in joins if join.step_s is not None)
+        sizes = list(run_audit.participation.elements())
+        rows.append(
+            {
+                "variant": records.experiment.name,
+                "faults": str(len(records.experiment.faults_drawn)),
+                "goodput": f"{records.goodput:.2%}",
+                "steps lost": str(records.steps_lost),
+                "committed": str(len(run_audit.committed)),
+                "skipped": str(run_audit.skipped),
+                "contributors": f"{statistics.fmean(sizes):.2f} of {records.experiment.peers}" if sizes else "-",
+                "repairs": str(run_audit.repairs),
+                "joins": str(len(joins)),
+                "s to first step": f"{statistics.median(times):.1f}, most {times[-1]:.1f}" if times else "-",
+                "hashes agree": f"{run_audit.agreement:.0%}",
+            }
+        )
+    return as_text(rows)
+
+
+def as_text(rows: Sequence[Mapping[str, str]], *, numbers: bool = True, width: int = 130) -> str:
+    """A plain table of at most `width` columns, with the rows' keys as titles; `numbers` are on the right."""
+    table = Table(box=None, pad_edge=False)
+    for column in rows[0]:
+        right = numbers and table.columns
+        table.add_column(column, justify="right" if right else "left", overflow="ellipsis" if numbers else "fold")
+    for row in rows:
+        table.add_row(*row.values())
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()

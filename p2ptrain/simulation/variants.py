@@ -1,4 +1,4 @@
-"""Runs several experiments in parallel, one process per core.
+"""Runs several experiments in parallel, one process per core, and shows their progress.
 
 Ctrl-C ends them at once; an executor alone would wait for running experiments, which can take hours.
 """
@@ -10,11 +10,15 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from p2ptrain.signals import SIGNALS, interrupts_call
 from p2ptrain.simulation.experiment import Experiment
@@ -51,8 +55,12 @@ def simulate_variants(
     with interrupts_call(interrupted.set):
         pool = ProcessPoolExecutor(workers, context, _prepare, (channel,))
         try:
-            with _without_signals():
+            # Processes started now ignore Ctrl-C and SIGTERM, which may be sent to all processes; we end them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
                 futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _tell_progress(futures, channel, on_progress, interrupted)
             records = [future.result() for future in futures]
             pool.shutdown()
@@ -67,13 +75,27 @@ def simulate_variants(
 
 
 @contextlib.contextmanager
-def _without_signals() -> Iterator[None]:
-    """Processes started in the block ignore Ctrl-C and SIGTERM, which may be sent to all processes; we end them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def progress_bars(experiments: Sequence[Experiment]) -> Iterator[Callable[[int, int], None]]:
+    """A bar for each experiment on stderr; a line for each tenth of it if stderr is not a terminal."""
+    console = Console(file=sys.stderr)
+    totals = [experiment.run.total_steps for experiment in experiments]
+    if not console.is_terminal:
+        printed = [0] * len(experiments)
+
+        def show(number: int, step: int) -> None:
+            tenth = 10 * step // totals[number]
+            if tenth > printed[number]:
+                printed[number] = tenth
+                console.print(f"{experiments[number].name}: step {step} of {totals[number]}", highlight=False)
+
+        yield show
+        return
+    bar = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*bar, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        tasks = [progress.add_task(e.name, total=total) for e, total in zip(experiments, totals, strict=True)]
+        yield lambda number, step: progress.update(tasks[number], completed=step)
+        for task, total in zip(tasks, totals, strict=True):
+            progress.update(task, completed=total)
 
 
 def _tell_progress(

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from p2ptrain.cli.completion import SHELLS
-from p2ptrain.cli.main import cli
+from p2ptrain.cli.main import SHELLS, cli
 from p2ptrain.settings.presets import MODELS
 from p2ptrain.training.models import PRESETS as SHAPES
 from p2ptrain.training.models import count_parameters

@@ -24,7 +24,7 @@ COMMAND = HIDE + "from p2ptrain.cli.main import main; main()"
 IMPORT_THE_REST = HIDE + (
     "import importlib, pkgutil, p2ptrain\n"
     "for found in pkgutil.walk_packages(p2ptrain.__path__, 'p2ptrain.'):\n"
-    "    optional = ('.plot', '.dashboard.', '.__main__', '.integrations.', '.demo.demo', '.reproduction.report')\n"
+    "    optional = ('.plot', '.dashboard.', '.__main__', '.integrations.', '.demo.demo')\n"
     "    if not any(part in found.name for part in optional):\n"
     "        importlib.import_module(found.name)\n"
 )

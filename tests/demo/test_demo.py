@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.demo.directory import MARKER
+from p2ptrain.demo.demo import MARKER
 
 LEFT_BEHIND = "P2PDEMO_TEST"
 

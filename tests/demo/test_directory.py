@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.demo.directory import claim_demo_directory, peer_directory
+from p2ptrain.demo.demo import claim_demo_directory, peer_directory
 from p2ptrain.errors import ConfigError
 
 

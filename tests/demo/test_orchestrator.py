@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.demo import orchestrator
-from p2ptrain.demo.directory import peer_directory
-from p2ptrain.demo.orchestrator import DemoFailedError, Orchestrator
+from p2ptrain.demo.orchestrator import DemoFailedError, Orchestrator, peer_directory
 from p2ptrain.demo.plan import DemoPlan
 from p2ptrain.monitor.peerview import PeerState
 from p2ptrain.monitor.swarmview import SwarmView

@@ -7,8 +7,7 @@ import time
 import psutil
 import pytest
 
-from p2ptrain.demo.calibration import measure_step_s
-from p2ptrain.demo.plan import BOOTSTRAP_START_S, LATE_START_S, ROUNDS, make_plan
+from p2ptrain.demo.plan import BOOTSTRAP_START_S, LATE_START_S, ROUNDS, make_plan, measure_step_s
 from p2ptrain.settings.table import SETTINGS, merge
 from p2ptrain.training.trainer import Trainer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.demo.processes import Process, running_processes
+from p2ptrain.demo.orchestrator import Process, running_processes
 
 
 def _wait(process: Process) -> int:

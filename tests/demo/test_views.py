@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.demo.processes import EventReader
+from p2ptrain.demo.orchestrator import EventReader
 from p2ptrain.monitor import swarmview
 from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.swarmview import SwarmView, Tone

@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.simulation.experiment import Experiment, read_experiments
-from p2ptrain.simulation.scheduled_event import ScheduledEvent
+from p2ptrain.simulation.schedule import ScheduledEvent
 
 
 def test_settings_of_the_run_and_of_the_simulation_go_where_they_belong() -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.simulation.experiment import Experiment, read_experiments
-from p2ptrain.simulation.fault_injection import KINDS
-from p2ptrain.simulation.records import Records
-from p2ptrain.simulation.report import format_run_audits
+from p2ptrain.simulation.records import Records, format_run_audits
+from p2ptrain.simulation.schedule import KINDS
 from p2ptrain.simulation.swarm import simulate
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "storm.toml"

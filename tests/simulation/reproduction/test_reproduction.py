@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from p2ptrain.cli.reproduce import reproduce
+from p2ptrain.cli.simulate import reproduce
 from p2ptrain.errors import ConfigError
-from p2ptrain.simulation.reproduction.claims import Claim
-from p2ptrain.simulation.reproduction.experiments import known_reproductions, read_reproduction, run_reproduction
+from p2ptrain.simulation.reproduction.experiments import Claim, known_reproductions, read_reproduction, run_reproduction
 
 SMALL = """
 title = "Small"

@@ -1,9 +1,9 @@
-"""Scheduled events of a simulation: an action on a peer at a step."""
+"""What is scheduled in a simulation: actions on peers at steps, and random faults as pairs of such actions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from p2ptrain.errors import ConfigError
@@ -13,6 +13,16 @@ ACTIONS = ("join", "leave", "crash", "pause", "resume", "speed", "cut", "mend", 
 # Each of these undoes another action.
 UNDOES = {"resume": "pause", "mend": "cut", "widen": "narrow"}
 _WITH_VALUE = ("speed", "cut", "narrow")
+# By kind of fault, what is done to each peer, and what undoes it.
+_FAULTS = {
+    "crash": (("crash", "join"),),
+    "pause": (("pause", "resume"), ("cut", "mend")),
+    "partition": (("cut", "mend"),),
+    "slow": (("narrow", "widen"),),
+}
+KINDS = tuple(_FAULTS)
+# The slowest link that is supported.
+SLOW_MBIT = 2.0
 
 
 @dataclass(frozen=True)
@@ -48,15 +58,34 @@ class ScheduledEvent:
         """From "STEP:ACTION:PEER" or "STEP:speed:PEER:FACTOR". Raises ConfigError."""
         parts = text.strip().split(":")
         try:
-            step, action, peer = int(parts[0]), parts[1], int(parts[2])
-            value = float(parts[3]) if len(parts) > 3 else 1.0
-        except (IndexError, ValueError):
-            raise ConfigError(
-                f"schedule {text!r}: must be STEP:ACTION:PEER, such as 300:crash:2, or 300:speed:2:0.5"
-            ) from None
+            step, action, peer, value = (*parts, "1")[:4]
+            parsed = int(step), action, int(peer), float(value)
+        except ValueError:
+            example = "STEP:ACTION:PEER, such as 300:crash:2, or 300:speed:2:0.5"
+            raise ConfigError(f"schedule {text!r}: must be {example}") from None
         if len(parts) > 4:
             raise ConfigError(f"schedule {text!r}: has more than four parts")
-        return cls(step, action, peer, value)
+        return cls(*parsed)
+
+
+@dataclass(frozen=True)
+class RandomFault:
+    """One fault of some peers, between two steps of the run. `number` counts from 1."""
+
+    number: int
+    kind: str
+    peers: tuple[int, ...]
+    begins: int
+    ends: int
+
+    @property
+    def scheduled_events(self) -> Iterator[ScheduledEvent]:
+        """The actions on each peer, and those that undo them."""
+        values = {"cut": self.number, "narrow": SLOW_MBIT}
+        for peer in self.peers:
+            for action, undo in _FAULTS[self.kind]:
+                yield ScheduledEvent(self.begins, action, peer, values.get(action, 1.0))
+                yield ScheduledEvent(self.ends, undo, peer)
 
 
 def check_schedule(schedule: Iterable[ScheduledEvent], *, peers: int, steps: int) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -114,73 +115,68 @@ def prepare(
 
     Raises ConfigError for bad input, or if `out` holds something else.
     """
+    with _locked(out):
+        if (out / META_FILE).exists():
+            raise ConfigError(
+                f"--out {out}: holds prepared data already ({META_FILE}); give another --out, or remove it"
+            )
+        units = tuple(find_units(sources, split))
+        for name in (*sources, *(unit.path for unit in units), field, split):
+            _check_text(name)
+        notes = out / UNFINISHED
+        chosen = _tokenizer(tokenizer, out, units, field, split, say)
+        job = Job(sources, units, field, split, held_out, chosen.identity, chosen.vocab_size, tokenizer)
+        _claim(notes, job, out)
+        if chosen.file:
+            write_whole(out / TOKENIZER_FILE, chosen.file)
+        done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
+        if done:
+            say(f"continuing: {len(done)} of {len(units)} parts are done")
+        try:
+            for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
+                done[number] = found
+                finished = [done[number] for number in done]
+                on_progress(
+                    Progress(
+                        len(done),
+                        len(units),
+                        sum(units[n].size_bytes for n in done),
+                        sum(unit.size_bytes for unit in units),
+                        sum(shard.tokens for found in finished for shard in found.shards),
+                    )
+                )
+        except ConfigError:
+            _withdraw(notes, out, len(units))
+            raise
+        in_order = [done[number] for number in range(len(units))]
+        meta = Meta(
+            version=1,
+            tokenizer=chosen.identity,
+            name=tokenizer,
+            vocab_size=chosen.vocab_size,
+            separator=chosen.separator,
+            dtype=_dtype(chosen),
+            sources=list(sources),
+            shards=[shard for found in in_order for shard in found.shards],
+        )
+        if not any(shard.split == "train" for shard in meta.shards):
+            raise ConfigError(f"{', '.join(sources)}: no document with text was found to train on")
+        write_whole(out / META_FILE, encoded(meta))
+        shutil.rmtree(notes)
+        return Prepared(meta, sum(d.empty for d in in_order), next((d.first_empty for d in in_order if d.empty), ""))
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold the directory, made if it is not there; errors of its files become ConfigErrors."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK_FILE, blocking=False):
-            return _prepare(sources, out, tokenizer, field, split, held_out, jobs, say, on_progress)
+            yield
     except Timeout:
         raise ConfigError(f"--out {out}: another process is preparing data there; wait for it") from None
     except OSError as error:
         raise ConfigError(f"{error.filename or out}: cannot be written or read ({error.strerror})") from error
-
-
-def _prepare(
-    sources: tuple[str, ...],
-    out: Path,
-    tokenizer: str,
-    field: str,
-    split: str,
-    held_out: float,
-    jobs: int,
-    say: Callable[[str], None],
-    on_progress: Callable[[Progress], None],
-) -> Prepared:
-    if (out / META_FILE).exists():
-        raise ConfigError(f"--out {out}: holds prepared data already ({META_FILE}); give another --out, or remove it")
-    units = tuple(find_units(sources, split))
-    for name in (*sources, *(unit.path for unit in units), field, split):
-        _check_text(name)
-    notes = out / UNFINISHED
-    chosen = _tokenizer(tokenizer, out, units, field, split, say)
-    job = Job(sources, units, field, split, held_out, chosen.identity, chosen.vocab_size, tokenizer)
-    _claim(notes, job, out)
-    if chosen.file:
-        write_whole(out / TOKENIZER_FILE, chosen.file)
-    done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
-    if done:
-        say(f"continuing: {len(done)} of {len(units)} parts are done")
-    try:
-        for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
-            done[number] = found
-            finished = [done[number] for number in done]
-            on_progress(
-                Progress(
-                    len(done),
-                    len(units),
-                    sum(units[n].size_bytes for n in done),
-                    sum(unit.size_bytes for unit in units),
-                    sum(shard.tokens for found in finished for shard in found.shards),
-                )
-            )
-    except ConfigError:
-        _withdraw(notes, out, len(units))
-        raise
-    in_order = [done[number] for number in range(len(units))]
-    meta = Meta(
-        version=1,
-        tokenizer=chosen.identity,
-        name=tokenizer,
-        vocab_size=chosen.vocab_size,
-        separator=chosen.separator,
-        dtype=_dtype(chosen),
-        sources=list(sources),
-        shards=[shard for found in in_order for shard in found.shards],
-    )
-    if not any(shard.split == "train" for shard in meta.shards):
-        raise ConfigError(f"{', '.join(sources)}: no document with text was found to train on")
-    write_whole(out / META_FILE, encoded(meta))
-    shutil.rmtree(notes)
-    return Prepared(meta, sum(d.empty for d in in_order), next((d.first_empty for d in in_order if d.empty), ""))
 
 
 def _tokenizer(

@@ -370,9 +370,15 @@ class Peer:
         state_sync = self._runner.last_ready.state_sync
         if not self._thread.run(state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
             return False
-        self._thread.start_soon(state_sync.restore, restored)
+        landed = threading.Event()
+
+        async def restore() -> None:
+            await state_sync.restore(restored)
+            landed.set()
+
+        self._thread.start_soon(restore)
         deadline = time.monotonic() + STATE_TIMEOUT_S
-        while self.anchor_hash != restored.head.anchor_hash or self._exchange.landing_pending:
+        while not landed.is_set():
             self._exchange.idle()
             if time.monotonic() > deadline:
                 raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s")

@@ -18,11 +18,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import trio
 from torch import nn
 
 import p2ptrain
 from p2ptrain.errors import UnreachableError
 from p2ptrain.network import host
+from p2ptrain.protocol.state_sync import state_sync
+from p2ptrain.protocol.state_sync.transfer import land_state
 from tests.swarm.processes import DEADLINE_S
 
 RUN: dict[str, Any] = {"run_id": "cnn", "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
@@ -244,7 +247,12 @@ def test_a_network_side_that_fails_is_restarted_and_says_so(tmp_path: Path) -> N
     assert reasons[1] in ("adopted the swarm's state", "the swarm has the checkpoint's state")
 
 
-def test_a_state_is_taken_up_again_after_a_restart() -> None:
+def test_a_state_is_taken_up_again_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def land_late(*args: Any, **kwargs: Any) -> None:
+        await trio.sleep(0.2)  # the head is the restored one already
+        await land_state(*args, **kwargs)
+
+    monkeypatch.setattr(state_sync, "land_state", land_late)
     with p2ptrain.join(model := cnn(0), diloco=DILOCO, **RUN) as peer:
         fresh = peer.state_dict()
         train_until(lambda: peer.round >= 2, Loop(model, peer))

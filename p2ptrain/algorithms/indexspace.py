@@ -23,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2ptrain.algorithms import kernels
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.joined_tensors import JoinedTensors
 
-# Rows that are mixed at once: three buffers of 256 KiB stay in a core's second-level cache.
-_MIXED_ROWS = 1024
 # Values that are copied or changed at once where that goes in pieces: 2 MiB, well below a millisecond.
 _PIECE_VALUES = 2**19
+
+BLOCK_BYTES = 4 * BLOCK
 
 Items = npt.NDArray[np.void]
 WeightChange = Callable[[], object]
@@ -54,12 +55,14 @@ class BlockPlan:
         blocks: (n,) int64, sorted block numbers of the flat layout, each at most once.
         numel: how many of the n · 64 values are parameters; the rest is padding.
         pieces: the rows, in order, by tensor.
+        tensors: (n,) int64, the number of each block's tensor.
         index: (n,) int64 tensor, the number of each block within its tensor.
     """
 
     blocks: npt.NDArray[np.int64]
     numel: int
     pieces: tuple[Piece, ...]
+    tensors: npt.NDArray[np.int64]
     index: torch.Tensor
 
 
@@ -123,8 +126,9 @@ class IndexSpace:
             if full_stop < stop:
                 pieces.append(Piece(tensor, is_tail=True, rows=slice(full_stop, stop)))
                 padding += BLOCK - tail
-        index = ordered - np.repeat(self.tensor_starts[:-1], np.diff(row_starts))
-        return BlockPlan(ordered, ordered.size * BLOCK - padding, tuple(pieces), torch.from_numpy(index))
+        tensors = np.repeat(np.arange(len(self.numels)), np.diff(row_starts))
+        index = torch.from_numpy(ordered - self.tensor_starts[tensors])
+        return BlockPlan(ordered, ordered.size * BLOCK - padding, tuple(pieces), tensors, index)
 
 
 class FlatView(Protocol):
@@ -160,6 +164,9 @@ class ParameterView:
         in_memory = self._device.type == "cpu"
         # Full blocks of the plain tensors, by number of the tensor.
         self._items = {n: _items(tensor) for n, tensor in enumerate(self.tensors) if in_memory and _is_plain(tensor)}
+        # Of the same tensors: the address that block 0 of the flat layout would have.
+        starts = {n: self.tensors[n].data_ptr() - int(space.tensor_starts[n]) * BLOCK_BYTES for n in self._items}
+        self._origins = np.array([starts.get(n, 0) for n in range(len(self.tensors))], np.int64)
         self._joined = JoinedTensors.of(self._device, self.tensors)
 
     def place(self, plan: BlockPlan, upload: Callable[[torch.Tensor], torch.Tensor] | None = None) -> PlacedPlan:
@@ -191,9 +198,13 @@ class ParameterView:
     def gather_on_device(self, placed: PlacedPlan) -> torch.Tensor:
         """As `gather`, on the device of the first parameter. If all are there, the host waits for nothing."""
         gathered = torch.empty(len(placed.index), BLOCK, dtype=torch.float32, device=self._device)
-        for items, out, numbers in self._plain_pieces(placed.plan, gathered):
-            # With mode="raise" numpy would copy once more; the plan's numbers are in range.
-            items.take(numbers, out=out, mode="clip")
+        if self._items and (library := kernels.library()) is not None:
+            addresses = self._addresses(placed.plan, placed.apart)
+            library.gather(kernels.address(addresses), len(addresses), gathered.data_ptr())
+        else:
+            for items, out, numbers in self._plain_pieces(placed.plan, gathered):
+                # With mode="raise" numpy would copy once more; the plan's numbers are in range.
+                items.take(numbers, out=out, mode="clip")
         for rows in placed.together:
             _take(self._joined.rows, placed.index[rows], gathered[rows])
         for piece in placed.apart:
@@ -213,8 +224,13 @@ class ParameterView:
     def scatter_on_device(self, placed: PlacedPlan, values: torch.Tensor) -> None:
         """As `scatter`, of `values` on the device of the first parameter. The host waits as for `gather_on_device`."""
         values = values.contiguous()
-        for items, new, numbers in self._plain_pieces(placed.plan, values):
-            items[numbers] = new
+        assert (values.dtype, len(values)) == (torch.float32, len(placed.plan.blocks))
+        if self._items and (library := kernels.library()) is not None:
+            addresses = self._addresses(placed.plan, placed.apart)
+            library.scatter(kernels.address(addresses), len(addresses), values.data_ptr())
+        else:
+            for items, new, numbers in self._plain_pieces(placed.plan, values):
+                items[numbers] = new
         for rows in placed.together:
             self._joined.rows.index_copy_(0, placed.index[rows], values[rows].to(self._joined.rows.dtype))
         for piece in placed.apart:
@@ -252,6 +268,22 @@ class ParameterView:
         A change of one tensor that raises has changed nothing.
         """
         return _in_pieces(_add if adds else _write, self.sections(flat))
+
+    def addresses(self, plan: BlockPlan) -> npt.NDArray[np.int64] | None:
+        """Where the plan's blocks lie in this process's memory: (n,); None unless all are 64 float32 values in a row.
+
+        The caller may read and write them there, as long as it keeps this view.
+        """
+        if any(piece.is_tail or piece.tensor not in self._items for piece in plan.pieces):
+            return None
+        return self._addresses(plan, ())
+
+    def _addresses(self, plan: BlockPlan, apart: Sequence[Piece]) -> npt.NDArray[np.int64]:
+        """Where the plan's blocks lie; 0 for those that are `apart`."""
+        addresses = self._origins[plan.tensors] + plan.blocks * BLOCK_BYTES
+        for piece in apart:
+            addresses[piece.rows] = 0
+        return addresses
 
     def _plain_pieces(
         self, plan: BlockPlan, rows: torch.Tensor
@@ -351,66 +383,3 @@ def _full_blocks(tensor: torch.Tensor) -> torch.Tensor:
 def _tail(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a contiguous tensor after its last full block, as a view."""
     return tensor.view(-1)[tensor.numel() // BLOCK * BLOCK :]
-
-
-def rms_of(rows: torch.Tensor, plan: BlockPlan) -> float:
-    """Root mean square of (n, 64) values whose padding is zero."""
-    return float(torch.linalg.vector_norm(rows)) / math.sqrt(max(1, plan.numel))
-
-
-def mix_clipped(
-    view: WeightView,
-    plan: BlockPlan,
-    received: torch.Tensor,
-    weight: float | torch.Tensor,
-    max_rms: float | None,
-    own: torch.Tensor | None = None,
-) -> float:
-    """Move the plan's blocks towards received ones: θ += weight · (received - θ), with the current θ.
-
-    With weight ½ two peers that exchange a block meet halfway, without a snapshot or a reply. Nothing changes if
-    the difference is too large or not finite.
-
-    Args:
-        view: the weights.
-        received: (n, 64) float32 CPU, only read.
-        weight: one for all, or (n, 1) float32 CPU.
-        max_rms: largest rms difference that is mixed; None for any finite one.
-        own: the result of `view.gather` just now, which is overwritten; None: gathered here.
-
-    Returns:
-        rms(received - θ) over the parameters in the plan. Nothing was changed if it is above `max_rms` or not
-        finite.
-    """
-    own = view.gather(plan) if own is None else own
-    rms = _mix(view.space, plan, own, received, weight)
-    if math.isfinite(rms) and (max_rms is None or rms <= max_rms):
-        view.scatter(plan, own)
-    return rms
-
-
-@torch.no_grad()
-def _mix(
-    space: IndexSpace, plan: BlockPlan, own: torch.Tensor, received: torch.Tensor, weight: float | torch.Tensor
-) -> float:
-    """Mix blocks in memory, as `mix_clipped` does: own += weight · (received - own).
-
-    Args:
-        own: (n, 64) float32 CPU, the plan's blocks; changed in place.
-        received, weight: as there.
-
-    Returns:
-        rms(received - own) over the parameters in the plan, before.
-    """
-    tails = [(p.rows.start, space.numels[p.tensor] % BLOCK) for p in plan.pieces if p.is_tail]
-    scratch, norm = torch.empty_like(own[:_MIXED_ROWS]), 0.0
-    for start in range(0, len(own), _MIXED_ROWS):
-        rows = slice(start, start + _MIXED_ROWS)
-        mixed, theirs = own[rows], received[rows]
-        difference = torch.sub(theirs, mixed, out=scratch[: len(mixed)])
-        for row, size in tails:
-            if start <= row < start + len(mixed):
-                difference[row - start, size:] = 0
-        norm = math.hypot(norm, float(torch.linalg.vector_norm(difference)))
-        mixed.lerp_(theirs, weight if isinstance(weight, float) else weight[rows])
-    return norm / math.sqrt(max(1, plan.numel))

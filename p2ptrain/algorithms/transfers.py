@@ -26,9 +26,8 @@ from p2ptrain.algorithms.indexspace import (
     WeightChange,
     WeightView,
     apply_changes,
-    mix_clipped,
-    rms_of,
 )
+from p2ptrain.algorithms.mixing import Mixing
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -167,7 +166,7 @@ class FragmentsAtOnce:
         return Done(lambda: values)
 
     def compare(self, plan: BlockPlan, received: torch.Tensor) -> Done[Comparison]:
-        return Done(lambda: _Gathered(self._view, plan, received))
+        return Done(lambda: Mixing(self._view, plan, received))
 
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         return values
@@ -213,15 +212,3 @@ class FlatInPieces:
 
 def _new_buffer(view: FlatView) -> torch.Tensor:
     return torch.empty((view.space.num_blocks, BLOCK), dtype=torch.float32, device="cpu").fill_(0.0)
-
-
-class _Gathered:
-    """Implements `Comparison`. Mixes the blocks that it has gathered, so mix at once."""
-
-    def __init__(self, view: WeightView, plan: BlockPlan, received: torch.Tensor) -> None:
-        self._view, self._plan, self._received = view, plan, received
-        self._own = view.gather(plan)
-        self.own_rms = rms_of(self._own, plan)
-
-    def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
-        return mix_clipped(self._view, self._plan, self._received, weight, max_rms, self._own)

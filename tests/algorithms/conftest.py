@@ -12,7 +12,10 @@ from p2ptrain.algorithms import kernels
 # Test machines have few cores, and several tests start processes.
 torch.set_num_threads(1)
 
-BOTH_WAYS = {"test_codec", "test_averaging", "test_outer", "test_golden", "test_robust", "test_pairwise"}
+BOTH_WAYS = {
+    "test_averaging", "test_codec", "test_golden", "test_indexspace", "test_outer", "test_pairwise", "test_robust",
+    "test_sparta",
+}  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from p2ptrain.algorithms import joined_tensors
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, mix_clipped, rms_of
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
+from p2ptrain.algorithms.mixing import Mixing, mix_clipped
 
 # Full blocks only, a short tail, a scalar, nothing at all, less than a block, and a stack of tails.
 SHAPES = [(4, 64), (5, 13), (), (0, 7), (3,), (2, 3, 5, 7)]
@@ -186,7 +187,7 @@ def test_mix_clipped_measures_the_difference_and_mixes_below_the_limit() -> None
     own, received = clipped.gather(plan), randn(plan)
     mask = flatten([torch.ones(shape) for shape in SHAPES])[plan.blocks].bool()
     expected = float((received - own)[mask].double().square().mean().sqrt())
-    assert rms_of(clipped.gather(plan), plan) == pytest.approx(float(own[mask].double().square().mean().sqrt()))
+    assert Mixing(clipped, plan, received).own_rms == pytest.approx(float(own[mask].double().square().mean().sqrt()))
     assert mix_clipped(clipped, plan, received, 0.5, expected * 1.01) == pytest.approx(expected)
     mix_clipped(plain, plan, received, 0.5, None)
     assert torch.equal(clipped.gather(plan), plain.gather(plan))

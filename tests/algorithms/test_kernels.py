@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -17,6 +18,8 @@ from hypothesis.extra import numpy as hnp
 from p2ptrain.algorithms import kernels
 from p2ptrain.algorithms.averaging import weighted_mean
 from p2ptrain.algorithms.codec import codec
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.algorithms.mixing import Mixing
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 from p2ptrain.errors import WireError
 
@@ -153,3 +156,43 @@ def test_the_outer_step_is_the_same(
         return anchor.tobytes() + b"".join(m.tobytes() for m in moments)
 
     same(library, step)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), weights=st.sampled_from([0.5, 0.25, 1.0, None]), size=st.sampled_from([1, 5, 700])
+)
+@settings(max_examples=25, deadline=None)
+def test_fragments_are_gathered_compared_and_mixed_alike(
+    library: ctypes.CDLL, seed: int, weights: float | None, size: int
+) -> None:
+    """Of plain tensors, which the library reads and writes in place, and beside others, of which it gets copies."""
+    rng = np.random.default_rng(seed)
+    shapes = [("a", (size, 128)), ("b", (3, 64)), *([("tail", (70,)), ("half", (4, 64))] if seed % 2 else [])]
+    first = [torch.from_numpy(some_floats(rng, shape)) for _, shape in shapes]
+    space = IndexSpace(shapes)
+    plan = space.plan(rng.permutation(space.num_blocks)[: rng.integers(0, space.num_blocks + 1)])
+    n = len(plan.blocks)
+    received = torch.from_numpy(some_floats(rng, (n, 64)))
+    weight = weights if weights is not None else torch.from_numpy(rng.random((n, 1), np.float32))
+
+    def work() -> bytes:
+        tensors = [
+            tensor.clone() if name != "half" else tensor.half() for (name, _), tensor in zip(shapes, first, strict=True)
+        ]
+        view = ParameterView(space, tensors)
+        gathered = view.gather(plan).numpy().tobytes()
+        mixing = Mixing(view, plan, received)
+        rms = mixing.mix(weight, None)
+        mixed = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+        view.scatter(plan, received)
+        return repr((mixing.own_rms, rms)).encode() + gathered + mixed + view.gather(plan).numpy().tobytes()
+
+    same(library, work)
+
+
+def some_floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Of all sizes, some subnormal, and in one of three cases with an infinity or a NaN."""
+    values = (rng.standard_normal(shape) * 10.0 ** rng.uniform(-42, 12, shape)).astype(np.float32)
+    if values.size and rng.random() < 1 / 3:
+        values.reshape(-1)[rng.integers(values.size)] = rng.choice([np.nan, np.inf, -np.inf])
+    return values

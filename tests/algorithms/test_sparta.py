@@ -8,8 +8,9 @@ import torch
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, mix_clipped
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.metrics import disagreement
+from p2ptrain.algorithms.mixing import mix_clipped
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
 
 

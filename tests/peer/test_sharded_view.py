@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, mix_clipped
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.algorithms.mixing import mix_clipped
 from p2ptrain.algorithms.row_shards import row_range
 from p2ptrain.errors import PeerLostError
 from p2ptrain.peer.process_group import ProcessGroup
@@ -44,7 +45,7 @@ def use(view: ParameterView | ShardedView) -> list[torch.Tensor]:
     mixed = mix_clipped(view, PLAN, received, torch.full((len(received), 1), 0.25), None)
     clipped = mix_clipped(view, PLAN, 100 * received, 0.5, 1.0)
     read.append(torch.tensor([mixed, clipped], dtype=torch.float64))
-    mix_clipped(view, PLAN, received, 0.5, None, view.gather(PLAN))
+    mix_clipped(view, PLAN, received, 0.5, None)
     view.add(flat)
     read.append(torch.full((SPACE.num_blocks, 64), torch.nan))
     view.read(read[-1])

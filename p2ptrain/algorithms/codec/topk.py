@@ -1,7 +1,7 @@
 """Top-k: only the largest values of each chunk, with their positions.
 
 As in SparseLoCo (Sarfi et al., 2025), which keeps 1 to 3 % of each chunk. There the sender remembers what was left out
-and sends it later (error feedback): `error_decay`; the buffer is `rounds/landing/snapshot.py`'s.
+and sends it later (error feedback): `error_decay`; the buffer is `rounds/moving/snapshot.py`'s.
 """
 
 from __future__ import annotations

@@ -20,6 +20,10 @@ _ARGUMENTS = {
     "add": (_POINTER, _SIZE, _INT, _FLOAT, _POINTER),
     "squares": (_POINTER, _SIZE, _INT, _POINTER),
     "sgd_step": (_POINTER, _POINTER, _POINTER, _SIZE, _FLOAT, _FLOAT, _INT),
+    "compare": (_POINTER, _SIZE, _POINTER, _POINTER),
+    "mix": (_POINTER, _SIZE, _POINTER, _POINTER),
+    "gather": (_POINTER, _SIZE, _POINTER),
+    "scatter": (_POINTER, _SIZE, _POINTER),
 }
 
 
@@ -27,7 +31,7 @@ _ARGUMENTS = {
 def library() -> ctypes.CDLL | None:
     """The library; None if it was not built, or not for this machine."""
     with contextlib.suppress(OSError):
-        return load(f"{__path__[0]}/libkernels.so.2")
+        return load(f"{__path__[0]}/libkernels.so.3")
     return None
 
 

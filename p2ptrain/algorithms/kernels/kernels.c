@@ -1,6 +1,8 @@
-/* The hot loops of a round: int8 and int4 with a scale per 64 values, their weighted sum, and the outer step.
+/* The hot loops of a round: int8 and int4 with a scale per 64 values, their weighted sum, and the outer step; and those
+ * of fragments: blocks at any addresses.
  *
- * The numpy code (`StepWidth` in codec/scaled.py, `_numpy_sgd` in outer.py) is the reference: both give the same bits. So
+ * The numpy code (`StepWidth` in codec/scaled.py, `_numpy_sgd` in outer.py, `_items` in indexspace.py) is the reference:
+ * both give the same bits. So
  * each operation is a single, separately rounded float32 operation in the reference's order: compiled with
  * -ffp-contract=off, never with -ffast-math. Sums of steps are of integers, and exact. No function allocates or writes
  * anything but its results, so any number of threads may call it, and the caller (ctypes) has released Python's lock.
@@ -13,6 +15,10 @@
 
 #define BLOCK 64
 #define SCALE_MIN 0x0080u
+/* Blocks fetched before they are used (measured), the values in 64 bytes, and the rows whose squares are added in float32. */
+#define AHEAD 16
+#define LINE_VALUES 16
+#define ROWS 1024
 
 /* The widest vectors of this CPU are chosen when the library is loaded. Plain x86-64 has no instruction to round. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__) && !defined(ONE_CPU)
@@ -156,6 +162,14 @@ INLINE int squares_of(const uint8_t *data, ptrdiff_t n, int width, double *restr
     return 0;
 }
 
+/* Blocks of a fragment lie far apart: while one is used, those after it are on their way from memory. */
+INLINE void fetch_ahead(float *const *blocks, ptrdiff_t block, ptrdiff_t n) {
+#if defined(__GNUC__)
+    const float *next = block + AHEAD < n ? blocks[block + AHEAD] : NULL;
+    for (int i = 0; next != NULL && i < BLOCK; i += LINE_VALUES) __builtin_prefetch(next + i);
+#endif
+}
+
 /* What Python calls; the compiler makes a loop for each width. All return 0, or -1 if a value or scale is not allowed.
  *
  * Code n blocks of values, or of values - minus, of which none is NaN or farther than `bound` from 0. */
@@ -196,6 +210,66 @@ EACH_CPU int sgd_step(float *restrict anchor, float *restrict moment, const floa
         ahead = ahead + gradient[i];
         float update = (nesterov ? ahead : m) * lr;
         anchor[i] = anchor[i] - update;
+    }
+    return 0;
+}
+
+/* Fragments: n blocks of float32 at these addresses, and as many rows of 64 values.
+ *
+ * Copy the blocks into the rows, or the rows into the blocks. Blocks at address 0 are left out. */
+int gather(float *const *blocks, ptrdiff_t n, float *restrict rows) {
+    for (ptrdiff_t b = 0; b < n; b++) {
+        fetch_ahead(blocks, b, n);
+        if (blocks[b] != NULL) memcpy(rows + b * BLOCK, blocks[b], BLOCK * sizeof *rows);
+    }
+    return 0;
+}
+
+int scatter(float *const *blocks, ptrdiff_t n, const float *restrict rows) {
+    for (ptrdiff_t b = 0; b < n; b++) {
+        fetch_ahead(blocks, b, n);
+        if (blocks[b] != NULL) memcpy(blocks[b], rows + b * BLOCK, BLOCK * sizeof *rows);
+    }
+    return 0;
+}
+
+/* Add to sums, for each of the 64 places, the sum of the squares of the blocks there, and after these, of row - block. */
+EACH_CPU int compare(float *const *blocks, ptrdiff_t n, const float *restrict rows, double *restrict sums) {
+    for (ptrdiff_t first = 0; first < n; first += ROWS) {
+        ptrdiff_t end = first + ROWS < n ? first + ROWS : n;
+        float owns[BLOCK] = {0}, differences[BLOCK] = {0};
+        for (ptrdiff_t b = first; b < end; b++) {
+            fetch_ahead(blocks, b, n);
+            const float *own = blocks[b], *row = rows + b * BLOCK;
+            for (int i = 0; i < BLOCK; i++) {
+                float value = own[i], difference = row[i] - own[i];
+                value = value * value;
+                difference = difference * difference;
+                owns[i] = owns[i] + value;
+                differences[i] = differences[i] + difference;
+            }
+        }
+        for (int i = 0; i < BLOCK; i++) {
+            sums[i] = sums[i] + (double)owns[i];
+            sums[BLOCK + i] = sums[BLOCK + i] + (double)differences[i];
+        }
+    }
+    return 0;
+}
+
+/* block += weight · (row - block), from the nearer end. */
+EACH_CPU int mix(float *const *blocks, ptrdiff_t n, const float *restrict rows, const float *restrict weights) {
+    for (ptrdiff_t b = 0; b < n; b++) {
+        fetch_ahead(blocks, b, n);
+        float *restrict own = blocks[b];
+        const float *row = rows + b * BLOCK;
+        int is_near = weights[b] < 0.5f;
+        float share = is_near ? weights[b] : weights[b] - 1.0f;
+        for (int i = 0; i < BLOCK; i++) {
+            float change = row[i] - own[i];
+            change = change * share;
+            own[i] = (is_near ? own[i] : row[i]) + change;
+        }
     }
     return 0;
 }

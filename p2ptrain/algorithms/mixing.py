@@ -1,0 +1,126 @@
+"""Received blocks mixed into live weights: θ += w · (received - θ), unless they are too far away.
+
+With w = ½ two peers that exchange a block meet halfway, without a snapshot or a reply.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from p2ptrain.algorithms import kernels
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.indexspace import BLOCK_BYTES, BlockPlan, ParameterView, WeightView
+
+# So many rows at a time that a few arrays of them stay in a core's second-level cache; as in `kernels.c`.
+_ROWS = 1024
+
+Rows = npt.NDArray[np.float32]
+
+
+def mix_clipped(
+    view: WeightView, plan: BlockPlan, received: torch.Tensor, weight: float | torch.Tensor, max_rms: float | None
+) -> float:
+    """Compare, and mix if they are close enough: see `Mixing`."""
+    return Mixing(view, plan, received).mix(weight, max_rms)
+
+
+class Mixing:
+    """Received blocks, compared with those of θ that they belong to. Implements `transfers.Comparison`.
+
+    Args:
+        view: of θ, which nothing else may change until `mix` was called.
+        plan: names the blocks.
+        received: (n, 64) float32 CPU, contiguous, only read.
+
+    Attributes:
+        own_rms: of the blocks of θ, over the parameters in the plan.
+        rms: of received - θ, over the same.
+    """
+
+    def __init__(self, view: WeightView, plan: BlockPlan, received: torch.Tensor) -> None:
+        assert (received.shape, received.is_contiguous()) == ((len(plan.blocks), BLOCK), True)
+        self._view, self._plan, self._received = view, plan, _without_padding(view, plan, received)
+        self._library = kernels.library()
+        # The blocks of θ: where they lie, if the library can work on them there; else a copy.
+        own = view.addresses(plan) if self._library is not None and isinstance(view, ParameterView) else None
+        self._copy = view.gather(plan) if own is None else None
+        if self._copy is not None:
+            own = self._copy.data_ptr() + BLOCK_BYTES * np.arange(len(plan.blocks))
+        assert own is not None
+        self._own = own
+        squares = self._squares() / max(1, plan.numel)
+        self.own_rms, self.rms = math.sqrt(squares[0]), math.sqrt(squares[1])
+
+    def mix(self, weight: float | torch.Tensor, max_rms: float | None) -> float:
+        """Mix: θ += weight · (received - θ). Call it once.
+
+        Args:
+            weight: one for all, or (n, 1) float32 CPU.
+            max_rms: largest rms difference that is mixed; None for any finite one.
+
+        Returns:
+            `rms`. Nothing was changed if it is above `max_rms` or not finite.
+        """
+        if not math.isfinite(self.rms) or (max_rms is not None and self.rms > max_rms):
+            return self.rms
+        n = len(self._plan.blocks)
+        weights = np.full(n, weight, np.float32) if isinstance(weight, float) else weight.reshape(n).numpy()
+        if self._library is not None:
+            received, own = self._received.data_ptr(), kernels.address(self._own)
+            self._library.mix(own, n, received, kernels.address(weights))
+        else:
+            assert self._copy is not None
+            _mix(self._copy.numpy(), self._received.numpy(), weights[:, None])
+        if self._copy is not None:
+            self._view.scatter(self._plan, self._copy)
+        return self.rms
+
+    def _squares(self) -> npt.NDArray[np.float64]:
+        """The sum of the squares of θ, and of those of received - θ."""
+        n = len(self._plan.blocks)
+        sums = np.zeros((2, BLOCK), np.float64)
+        if self._library is not None:
+            self._library.compare(kernels.address(self._own), n, self._received.data_ptr(), kernels.address(sums))
+        else:
+            assert self._copy is not None
+            _compare(self._copy.numpy(), self._received.numpy(), sums)
+        return sums.sum(axis=1)
+
+
+# The same as in `kernels.c`, which has the names without "_".
+
+
+def _compare(own: Rows, received: Rows, sums: npt.NDArray[np.float64]) -> None:
+    """The sums of each column: of so many rows in float32, where the square of a value that no weights have is inf."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        for rows in _in_cache(own):
+            sums[0] += np.add.reduce(np.square(own[rows]), axis=0)
+            sums[1] += np.add.reduce(np.square(received[rows] - own[rows]), axis=0)
+
+
+def _mix(own: Rows, received: Rows, weights: Rows) -> None:
+    """From the nearer end: a weight of 1 gives `received` exactly."""
+    for rows in _in_cache(own):
+        weight, theirs, ours = weights[rows], received[rows], own[rows]
+        is_near = weight < np.float32(0.5)
+        change = theirs - ours
+        change *= np.where(is_near, weight, weight - np.float32(1))
+        np.add(ours if is_near.all() else np.where(is_near, ours, theirs), change, out=ours)
+
+
+def _in_cache(rows: Rows) -> list[slice]:
+    return [slice(start, start + _ROWS) for start in range(0, len(rows), _ROWS)]
+
+
+def _without_padding(view: WeightView, plan: BlockPlan, received: torch.Tensor) -> torch.Tensor:
+    """Received blocks with zeros in the padding, as θ has them; honest peers send them so."""
+    for piece in plan.pieces:
+        size = view.space.numels[piece.tensor] % BLOCK
+        if piece.is_tail and received[piece.rows.start, size:].any():
+            received = received.clone()
+            received[piece.rows.start, size:] = 0
+    return received

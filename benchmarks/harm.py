@@ -34,7 +34,7 @@ import torch
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.protocol.exchange.types import Push, Snapshot
 from p2ptrain.protocol.gossip import Gossip
-from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution, SnapshotTaker
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution, SnapshotTaker
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.swarm import simulate
 

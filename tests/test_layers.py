@@ -157,22 +157,20 @@ def test_what_decides_rounds_knows_neither_trio_nor_links() -> None:
         assert not any(name.startswith("p2ptrain.protocol.links") for name in imports(path)), path
 
 
-def test_what_decides_rounds_does_not_know_what_moves_and_lands_bytes() -> None:
-    rounds = "p2ptrain.protocol.rounds."
-    for path in (PACKAGE / "protocol" / "rounds" / "deciding").glob("*.py"):
-        assert not any(name.startswith((rounds + "moving", rounds + "landing")) for name in imports(path)), path
-
-
-def test_an_interface_has_at_most_four_members() -> None:
-    """A class that needs more of its owner takes values and callables. A strategy, which others implement, has more."""
-    seen = 0
-    for path in files_of("protocol"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
-                members = [item for item in node.body if not isinstance(item, ast.Expr)]  # docstrings
-                assert len(members) <= 4 or node.name == "Averaging", f"{path}: {node.name}"
-                seen += 1
-    assert seen > 4
+def test_a_round_decides_then_moves_then_lands() -> None:
+    """`deciding` imports nothing else of rounds, `moving` nothing that lands, and only `driver` imports `attempts`."""
+    rounds, seen = PACKAGE / "protocol" / "rounds", 0
+    for path in rounds.rglob("*.py"):
+        own = path.relative_to(rounds).parts[0].removesuffix(".py")
+        for name in imports(path):
+            if not name.startswith("p2ptrain.protocol.rounds."):
+                continue
+            other = name.split(".")[3]
+            seen += 1
+            assert own != "deciding" or other == own, f"{path} imports {name}"
+            assert own != "moving" or other in ("deciding", "liveness", "context", own), f"{path} imports {name}"
+            assert other != "attempts" or own == "driver", f"{path} imports {name}"
+    assert seen > 50
 
 
 @pytest.mark.processes

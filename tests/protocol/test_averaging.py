@@ -29,12 +29,12 @@ from p2ptrain.protocol.rounds.deciding.averaging import (
     Parts,
     Plan,
     averaging_of,
+    check_decodes,
     merge_of,
 )
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
 from p2ptrain.protocol.rounds.deciding.record import check_roster
 from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
-from p2ptrain.protocol.rounds.landing.outer_step import check_decodes
 from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Part, Record, Reduced, Roster, RosterPart

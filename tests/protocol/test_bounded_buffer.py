@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.moving.part_store import BoundedBuffer
+from p2ptrain.protocol.rounds.moving.pushed_means import BoundedBuffer
 
 
 def test_bytes_beyond_the_bound_are_refused_and_those_before_stay() -> None:

@@ -9,7 +9,7 @@ import torch
 from p2ptrain.algorithms.codec import CODECS, codec
 from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.rounds.deciding.grid import Grid
-from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 
 BLOCKS = 2500
 BOUNDS = Grid(BLOCKS).bounds(0, BLOCKS)

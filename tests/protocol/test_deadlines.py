@@ -390,7 +390,7 @@ class Host:
                 case Send(to, message):
                     self.tell(to, message)
                 case Average(attempt, joins):
-                    self.leader = AveragingLeader(self._context, attempt, self.head, 100.0, self.tell)
+                    self.leader = AveragingLeader(self._context, attempt, self.head, 100.0, self)
                     self._nursery.start_soon(self._lead, self.leader, dict(joins))
                 case LeaderEnded():
                     self.ended.append(effect)
@@ -465,9 +465,8 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
             for counter in (1, 2):
                 attempt = Attempt(counter, "a", "a.1")
                 head = Host(nursery).head
-                leader = AveragingLeader(
-                    context, attempt, head, 1000.0, tell
-                )  # fmt: skip
+                events: Any = SimpleNamespace(tell=tell)
+                leader = AveragingLeader(context, attempt, head, 1000.0, events)
 
                 async def report(leader: AveragingLeader = leader) -> None:
                     while True:

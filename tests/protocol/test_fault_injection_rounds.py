@@ -22,16 +22,17 @@ from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.deciding import consensus
 from p2ptrain.protocol.rounds.deciding.averaging import Parts
 from p2ptrain.protocol.rounds.deciding.events import Averaged, Event, Held, MemberFailed, Prepared, Tick
-from p2ptrain.protocol.rounds.deciding.schedule import Schedule
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.landing import commit, outer_step
-from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution, SnapshotTaker
+from p2ptrain.protocol.rounds.moving import fetch
 from p2ptrain.protocol.rounds.moving.audit import Audits
 from p2ptrain.protocol.rounds.moving.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.rounds.moving.member import Participation, Sender
 from p2ptrain.protocol.rounds.moving.part_store import PartStore
 from p2ptrain.protocol.rounds.moving.reducer import Reducer
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution, SnapshotTaker
+from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.wire.messages import KIND_OF, Join
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_round_faults import after
@@ -217,7 +218,7 @@ PHASES: dict[str, Inject] = {
     "leader waits for reports": method(AveragingLeader, "_await_reports", of_context),
     "propose": event(Averaged),
     "fetch": method(PartStore, "fetch", lambda fault: lambda self, *_: self is _engine(fault).context.parts),
-    "check": in_the_worker("check_decodes", commit),
+    "check": in_the_worker("check_decodes", fetch),
     "accept": event(Held),
     "withdraw": withdrawing,
     "time": out_of_time,

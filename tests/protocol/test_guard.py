@@ -21,10 +21,10 @@ from p2ptrain.protocol.rounds.deciding.averaging import Parts
 from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
 from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
-from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
 from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.rounds.moving.member import Participation, Sender
 from p2ptrain.protocol.rounds.moving.reducer import Reducer
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 from p2ptrain.protocol.wire.messages import Arrived, Attempt, Head, Message, Part, Record, RosterPart
 from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -255,7 +255,7 @@ def test_the_reducer_of_the_largest_span_is_avoided_however_many_spans_a_part_ha
     async def main() -> None:
         async with swarm(PLAIN) as s:
             context = s.start("a").node.engine.context
-            member = Participation(context, Attempt(0, "y", "y.1"), HEAD, Any, Any, tell=Any, apply=Any)  # type: ignore[arg-type]
+            member = Participation(context, Attempt(0, "y", "y.1"), HEAD, Any, Any, Any)  # type: ignore[arg-type]
             own = SimpleNamespace(squared_norm=lambda *_: 1.0)
             await member._avoid_largest(record, norms, own)  # type: ignore[arg-type]
             assert context.avoided.backed_off(trio.current_time()) == {holder}

@@ -12,15 +12,13 @@ import trio
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.deciding.lineage import (
     MAX_JUMPS,
-    QUORUM_LOST_S,
-    LineageWatch,
     PastHeads,
     check_head,
     generation_of,
     is_our_turn,
     new_lineage,
 )
-from p2ptrain.protocol.rounds.liveness import Liveness
+from p2ptrain.protocol.rounds.liveness import QUORUM_LOST_S, LineageWatch, Liveness
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual
 

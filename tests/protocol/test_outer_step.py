@@ -21,7 +21,7 @@ from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.landing import outer_step
-from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 from p2ptrain.protocol.wire.messages import Contributor, Part, Record
 from p2ptrain.settings.config import RunConfig
 

@@ -12,19 +12,17 @@ import trio
 from blake3 import blake3
 
 from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.nursery import fetch_pipelined
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import mean_codec
 from p2ptrain.protocol.rounds.deciding.record import check_record
-from p2ptrain.protocol.rounds.moving.part_store import (
-    PARTS_AT_ONCE,
+from p2ptrain.protocol.rounds.moving.part_store import PARTS_AT_ONCE, WANTED_RECORDS, PartStore, part_limit_s
+from p2ptrain.protocol.rounds.moving.pushed_means import (
     PIECE_BYTES,
     PIECE_TIMEOUT_S,
-    WANTED_RECORDS,
     BoundedBuffer,
     MeanPush,
-    PartStore,
-    fetch_pipelined,
-    part_limit_s,
+    PushedMeans,
 )
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Roster, RosterPart
 from p2ptrain.settings.config import RunConfig
@@ -73,9 +71,9 @@ async def inline(work: Any, *args: Any) -> Any:
 
 def store_of(holder: Holder, spare_bytes: int = 0) -> PartStore:
     links: Any = holder
-    return PartStore(
-        links, inline, averaging_of(RUN), mean_bytes=mean_codec(RUN, 1).size_bytes, spare_bytes=spare_bytes
-    )
+    averaging = averaging_of(RUN)
+    pushed = PushedMeans(links, averaging, mean_codec(RUN, 1).size_bytes)
+    return PartStore(links, inline, averaging, pushed, spare_bytes)
 
 
 def test_of_proposed_records_only_the_last_and_those_accepted_or_committed_are_held() -> None:
@@ -214,12 +212,12 @@ ROSTER = Roster("0-g", 1, ATTEMPT, ("x", "y"), (RosterPart(0, BLOCKS, "x", ()),)
 
 
 def push(parts: PartStore, data: bytes, start: int = 0, *, sender: str = "x", attempt: Attempt = ATTEMPT) -> None:
-    parts.receive(sender, Mean("0-g", 1, attempt, blake3(blob(0)).hexdigest(), start), data)
+    parts._pushed.receive(sender, Mean("0-g", 1, attempt, blake3(blob(0)).hexdigest(), start), data)
 
 
 def awaiting(holder: Holder) -> PartStore:
     parts = store_of(holder)
-    parts.begin_attempt(ROSTER)
+    parts._pushed.begin_attempt(ROSTER)
     return parts
 
 
@@ -292,8 +290,10 @@ def test_a_part_that_comes_forever_is_given_up_in_time_and_asked_of_another(is_p
     links: Any = holder
 
     async def main() -> None:
-        parts = PartStore(links, inline, averaging_of(RUN), mean_bytes=lambda num_blocks: len(data))
-        parts.begin_attempt(ROSTER)
+        averaging = averaging_of(RUN)
+        pushed = PushedMeans(links, averaging, mean_bytes=lambda num_blocks: len(data))
+        parts = PartStore(links, inline, averaging, pushed)
+        pushed.begin_attempt(ROSTER)
 
         async def dribble() -> None:
             for start in range(1000):
@@ -315,7 +315,7 @@ def test_a_part_that_comes_forever_is_given_up_in_time_and_asked_of_another(is_p
 
 
 def push_expected(parts: PartStore, data: bytes, start: int = 0) -> None:
-    parts.receive("x", Mean("0-g", 1, ATTEMPT, "", start), data)
+    parts._pushed.receive("x", Mean("0-g", 1, ATTEMPT, "", start), data)
 
 
 def test_the_expected_mean_is_taken_if_the_record_names_it() -> None:
@@ -371,12 +371,14 @@ def test_a_mean_is_pushed_while_it_grows_until_it_is_given_up() -> None:
     data = bytes(3 * PIECE_BYTES + 7)
 
     async def main() -> None:
-        parts, link = awaiting(Holder()), Recorder()
-        parts._links = SimpleNamespace(get=lambda peer_id: link if peer_id == "y" else None)  # type: ignore[assignment]
+        link = Recorder()
+        links: Any = SimpleNamespace(get=lambda peer_id: link if peer_id == "y" else None)
+        pushed = PushedMeans(links, averaging_of(RUN), mean_codec(RUN, 1).size_bytes)
+        pushed.begin_attempt(ROSTER)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.push_forever)
+            nursery.start_soon(pushed.push_forever)
             mean = MeanPush(ROSTER, BoundedBuffer(len(data)))
-            parts.push(mean)
+            pushed.push(mean)
             mean.extend(data[: PIECE_BYTES + 1])
             await trio.sleep(10)
             assert [(m.digest, m.start, len(piece)) for m, piece in link.sent] == [("", 0, PIECE_BYTES)]
@@ -387,11 +389,11 @@ def test_a_mean_is_pushed_while_it_grows_until_it_is_given_up() -> None:
 
             link.sent.clear()
             mean = MeanPush(ROSTER, BoundedBuffer(len(data)))
-            parts.push(mean)
+            pushed.push(mean)
             mean.extend(data)
             await trio.sleep(1.5)
             mean.give_up()
-            parts.push(MeanPush(ROSTER, BoundedBuffer.of(b"other"), "0" * 64))
+            pushed.push(MeanPush(ROSTER, BoundedBuffer.of(b"other"), "0" * 64))
             await trio.sleep(10)
             assert [(m.digest, m.start) for m, _ in link.sent] == [("", 0), ("", PIECE_BYTES), ("0" * 64, 0)]
             nursery.cancel_scope.cancel()
@@ -443,5 +445,5 @@ def test_pieces_of_other_attempts_and_of_members_that_reduce_nothing_are_ignored
     parts = awaiting(Holder())
     push(parts, blob(0), sender="y")
     push(parts, blob(0), attempt=Attempt(2, "x", "x.1"))
-    assert not parts._pushed["x"].mean.data
-    assert set(parts._pushed) == {"x"}
+    assert not parts._pushed._pushed["x"].mean.data
+    assert set(parts._pushed._pushed) == {"x"}

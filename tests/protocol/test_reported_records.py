@@ -18,8 +18,8 @@ from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.deciding.events import Held
 from p2ptrain.protocol.rounds.deciding.grid import Grid, mean_codec
 from p2ptrain.protocol.rounds.deciding.proof import Voter
+from p2ptrain.protocol.rounds.deciding.record import part_digest
 from p2ptrain.protocol.rounds.moving.member import Participation
-from p2ptrain.protocol.rounds.moving.part_store import blob_digest
 from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Ready, Record
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -34,7 +34,7 @@ def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
     contributors = tuple(Contributor(name, s.peers[name].node.incarnation, 1.0, bytes(32)) for name in named)
     codec, zeros = mean_codec(PLAIN, len(named)), np.zeros((num_blocks, 64), np.float32)
     blob = b"".join(codec.encode(zeros[start:stop]) for start, stop in Grid(num_blocks).bounds(0, num_blocks))
-    digest = blob_digest(blob, contributors, (0, num_blocks))
+    digest = part_digest(blob, contributors, (0, num_blocks))
     blobs[digest] = blob
     assert head.record is not None
     return msgspec.structs.replace(

@@ -17,13 +17,13 @@ from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
+from p2ptrain.protocol.rounds.deciding.averaging import averaging_of, check_decodes
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
 from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
-from p2ptrain.protocol.rounds.landing.outer_step import Progress, check_decodes, step_chunk
-from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
+from p2ptrain.protocol.rounds.landing.outer_step import Progress, step_chunk
 from p2ptrain.protocol.rounds.moving.collection import Collection, ReceivedChunk
 from p2ptrain.protocol.rounds.moving.reducer import ExpectedMean
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 from p2ptrain.protocol.wire.messages import Contributor, Part, Record, RosterPart
 from p2ptrain.settings.config import RunConfig
 

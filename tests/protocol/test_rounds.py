@@ -19,8 +19,8 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.slices import Slice
 from p2ptrain.protocol.exchange.types import ExchangeEvent, RoundReport, SnapshotTaken
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.rounds.landing import commit, snapshot
-from p2ptrain.protocol.rounds.moving import reducer
+from p2ptrain.protocol.rounds.landing import commit
+from p2ptrain.protocol.rounds.moving import reducer, snapshot
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Attempt, Call, Record, Reduce, Request
 from p2ptrain.protocol.wire.transport import Compute

@@ -28,8 +28,10 @@ from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
+from p2ptrain.protocol.rounds.deciding.record import part_digest
 from p2ptrain.protocol.rounds.landing.outer_step import Progress, step_chunk
-from p2ptrain.protocol.rounds.moving.part_store import PARTS_AT_ONCE, PartStore, blob_digest
+from p2ptrain.protocol.rounds.moving.part_store import PARTS_AT_ONCE, PartStore
+from p2ptrain.protocol.rounds.moving.pushed_means import PushedMeans
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.joining import Joining
@@ -81,6 +83,11 @@ def sign(head: Head, by: str = "a", genesis: Founding = PAST.genesis, **changed:
     return msgspec.structs.replace(signed, head=msgspec.structs.replace(head, **changed))
 
 
+def parts_of(endpoint: Endpoint) -> PartStore:
+    averaging = averaging_of(RUN)
+    return PartStore(endpoint.links, inline, averaging, PushedMeans(endpoint.links, averaging, int))
+
+
 class Donor:
     """An endpoint that serves a state, and may be told to serve it badly."""
 
@@ -92,7 +99,7 @@ class Donor:
         self.asked: Counter[str] = Counter()
         self.chunks: list[int] = []
         self.instead: dict[str, bytes] = {}
-        self.parts = PartStore(endpoint.links, inline, averaging_of(RUN), mean_bytes=int)
+        self.parts = parts_of(endpoint)
         self.packed = 0
         self.context: Any = SimpleNamespace(state=state, compute=inline)
         self.server = StateServer(self, lambda: self.pack(buffers))  # type: ignore[arg-type]
@@ -125,7 +132,7 @@ class Donor:
                 rng.standard_normal((high - low, 64), np.float32) for low, high in Grid(BLOCKS).bounds(start, stop)
             )
             mean = b"".join(map(codec("int8").encode, chunks))
-            digest = blob_digest(mean, contributors, (start, stop))
+            digest = part_digest(mean, contributors, (start, stop))
             self.parts.add(digest, mean)
             parts.append(Part(start, stop, digest, "nobody"))
         round_ = self.head.round + 1
@@ -186,9 +193,9 @@ async def head_from(joiner: Endpoint, link: Link) -> Head:
 
 
 def download_into(state: AnchorState, joiner: Endpoint) -> Download:
-    averaging = averaging_of(RUN)
-    parts = PartStore(joiner.links, inline, averaging, mean_bytes=int)
-    context: Any = SimpleNamespace(run=RUN, links=joiner.links, compute=inline, parts=parts, averaging=averaging)
+    context: Any = SimpleNamespace(
+        run=RUN, links=joiner.links, compute=inline, parts=parts_of(joiner), averaging=averaging_of(RUN)
+    )
     return Download(context, state)
 
 
@@ -496,7 +503,7 @@ def test_what_is_here_is_rolled_forward_when_a_round_comes_between(broken: bool)
             donor.chunks.clear()
             donor.resolve_round()
             if broken:
-                donor.parts = PartStore(donor.endpoint.links, inline, averaging_of(RUN), mean_bytes=int)
+                donor.parts = parts_of(donor.endpoint)
             await download.run(donor.head, links)
             check_equal(state, donor.state)
             assert sorted(donor.chunks) == list(range(0 if broken else 4, CHUNKS))

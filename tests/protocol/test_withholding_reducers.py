@@ -14,7 +14,8 @@ from p2ptrain.protocol.rounds.deciding.events import deadline_s
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.timeouts import MARGIN, MIN_ATTEMPT_S
 from p2ptrain.protocol.rounds.moving.member import Participation
-from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S, MeanPush
+from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
+from p2ptrain.protocol.rounds.moving.pushed_means import MeanPush
 from p2ptrain.protocol.wire.messages import Answer, Message, Record, Reduced, Request
 from tests.protocol.swarm import RUN, Shapes, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -52,7 +53,7 @@ def test_a_reducer_that_withholds_its_part_is_avoided_and_nobody_else_is(late: b
             x._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
             if not late:
                 x.context.parts.serve = serve  # type: ignore[method-assign]
-                x.context.parts.push = lambda mean: None  # type: ignore[method-assign]
+                x.context.pushed.push = lambda mean: None  # type: ignore[method-assign]
             began = trio.current_time()
 
             def gone_on() -> bool:
@@ -81,8 +82,8 @@ def test_who_got_no_part_of_its_reducer_gets_it_of_others_during_the_next_round(
         async with swarm(dataclasses.replace(PLAIN, sync_every=100), shapes=FOUR_CHUNKS) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
-            a, x = s.peers["a"], s.peers["x"].node.engine.context.parts
-            push, serve, replaced = x._push, x.serve, list[str]()
+            a, x, pushed = s.peers["a"], s.peers["x"].node.engine.context.parts, s.peers["x"].node.engine.context.pushed
+            push, serve, replaced = pushed._push, x.serve, list[str]()
 
             async def push_to_others(link: Link, mean: MeanPush) -> None:
                 if link.peer_id != "a":
@@ -99,7 +100,7 @@ def test_who_got_no_part_of_its_reducer_gets_it_of_others_during_the_next_round(
                     raise RoundFailedError("refused")
 
             round_ = a.node.engine.round_state.round
-            x._push, x.serve = push_to_others, serve_others  # type: ignore[method-assign]
+            pushed._push, x.serve = push_to_others, serve_others  # type: ignore[method-assign]
             monkeypatch.setattr(Participation, "_check_mean", refuse)
             monkeypatch.setattr(a.node, "fall_behind", replaced.append)
             stores = {name: s.peers[name].node.engine.context.parts for name in "bcx"}

@@ -22,8 +22,8 @@ from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.nursery import fetch_pipelined
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.moving.part_store import fetch_pipelined
 from p2ptrain.protocol.wire.messages import Answer, Request
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -1,11 +1,13 @@
 """The round protocol: one outer all-reduce, decided by a quorum; any member may fail at any message.
 
-- `deciding` decides, without tasks. `consensus` (single-decree Paxos for each lineage and round), `record`, `policy`,
-  `averaging` and `grid` are pure functions; `schedule` and `lineage` read the live links through the context.
-- `moving` carries the bytes: chunks of outer gradients to the reducers, means back.
-- `landing` connects to the weights: the snapshot that a round begins with, the outer step that it ends with.
-- `driver` has the head, and acts when it is time. `attempts` passes events to the consensus and carries out its
-  effects as tasks. `context` has the objects that all parts of a peer's rounds use; `liveness` lists the live peers.
+- `deciding` decides: pure functions, and the consensus (single-decree Paxos for each lineage and round).
+- `moving` carries the bytes: the chunks of a snapshot to the reducers, means back.
+- `landing` applies a decided round: the outer step, and its landing in the weights.
+- `driver` has the head, and acts when it is time, by the `schedule`. `attempts` passes events to the consensus and
+  carries out its effects as tasks. `context` has the objects that all parts of a peer's rounds use; `liveness` says
+  which peers are live.
+
+`deciding` imports nothing of the others, `moving` nothing of `landing`, and only `driver` imports `attempts`.
 
 One round, and where to read it. A leader is a member too.
 
@@ -16,9 +18,9 @@ One round, and where to read it. A leader is a member too.
 | snapshot, Join | each member | `member.Participation`, `snapshot.SnapshotTaker` |
 | Roster: who sends which chunks to whom | the leader | `leader.AveragingLeader`, `policy`, `averaging` |
 | chunks to the reducers | each member | `member.Sender`, `snapshot.OwnContribution` |
-| means back; Reduced (after a Reduce if others contribute than expected) | reducers | `reducer`, `part_store` |
+| means back; Reduced (after a Reduce if others contribute than expected) | reducers | `reducer`, `pushed_means` |
 | Propose the record | the leader | `record.record_of`, `consensus` |
-| fetch what is missing, check it, Ready | each member | `commit.RecordFetcher`, `record`, `guard` |
+| fetch what is missing, check it, Ready | each member | `fetch.RecordFetcher`, `part_store`, `record`, `guard` |
 | Commit | the leader | `consensus` |
 | outer step, landing in `peer.step()` | each peer | `commit.Committer`, `outer_step` |
 | Landed: the new head, signed | each voter | `proof.HeadVotes`, `driver` |

@@ -21,12 +21,12 @@ from p2ptrain.protocol.rounds.deciding import consensus
 from p2ptrain.protocol.rounds.deciding import events as ev
 from p2ptrain.protocol.rounds.deciding.events import State
 from p2ptrain.protocol.rounds.deciding.record import check_roster, joins_rounds
-from p2ptrain.protocol.rounds.deciding.schedule import Schedule
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S
 from p2ptrain.protocol.rounds.landing.commit import Committer
-from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.rounds.moving.member import Participation
+from p2ptrain.protocol.rounds.moving.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -206,22 +206,15 @@ class Attempts:
     def _take_part(self, attempt: m.Attempt, window_s: float) -> None:
         self._taker.begin()
         self._end_member()
-        self._member = Participation(
-            self._context,
-            attempt,
-            self.state.head,
-            self._taker,
-            self._committer.fetcher,
-            tell=self.tell,
-            apply=self.apply,
-        )
+        fetcher = self._committer.fetcher
+        self._member = Participation(self._context, attempt, self.state.head, self._taker, fetcher, self)
         self._context.start_soon(self._member.run, window_s)
 
     def _lead(self, attempt: m.Attempt, joins: dict[PeerId, m.Join]) -> None:
         assert self.state.proposer is not None
         self._end_leader()
         attempt_s = self.state.proposer.attempt_s
-        self._leader = AveragingLeader(self._context, attempt, self.state.head, attempt_s, self.tell)
+        self._leader = AveragingLeader(self._context, attempt, self.state.head, attempt_s, self)
         self._context.start_soon(self._average, self._leader, joins)
 
     async def _average(self, leader: AveragingLeader, joins: dict[PeerId, m.Join]) -> None:

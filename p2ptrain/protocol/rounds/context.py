@@ -15,6 +15,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.deciding.averaging import Averaging, averaging_of, is_audited
+from p2ptrain.protocol.rounds.deciding.events import Event
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
 from p2ptrain.protocol.rounds.deciding.policy import RecentContributors
@@ -23,14 +24,13 @@ from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff, Timeouts
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.moving.part_store import PartStore
+from p2ptrain.protocol.rounds.moving.pushed_means import PushedMeans
 from p2ptrain.protocol.wire.messages import Head, Message
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
 
 # Bytes that we reduced in attempts that ended without an outcome are kept up to so many encoded models.
 SPARE_MODELS = 2
-# Sends a control message to a peer or to ourselves; dropped if the peer is not linked.
-Tell = Callable[[PeerId, Message], None]
 
 
 class RoundEvents(Protocol):
@@ -50,6 +50,18 @@ class RoundEvents(Protocol):
 
     def resolved(self) -> None:
         """A round has landed or failed, or the whole state was replaced."""
+        ...
+
+
+class AttemptEvents(Protocol):
+    """What the tasks of an attempt tell `Attempts`."""
+
+    def tell(self, peer_id: PeerId, message: Message) -> None:
+        """Send a control message, also to ourselves; dropped if the peer is not linked."""
+        ...
+
+    def apply(self, event: Event) -> None:
+        """Pass an event of our own to the consensus; nothing is raised."""
         ...
 
 
@@ -103,6 +115,7 @@ class RoundContext:
     averaging: Averaging = field(init=False)
     codec: Codec = field(init=False)
     grid: Grid = field(init=False)
+    pushed: PushedMeans = field(init=False)
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
@@ -118,9 +131,8 @@ class RoundContext:
         self.audited = is_audited(run, self.averaging)
         largest_mean = mean_codec(run, MAX_CONTRIBUTORS)
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in (self.codec, largest_mean))
-        self.parts = PartStore(
-            links, self.compute, self.averaging, largest_mean.size_bytes, spare_bytes=SPARE_MODELS * model_bytes
-        )
+        self.pushed = PushedMeans(links, self.averaging, largest_mean.size_bytes)
+        self.parts = PartStore(links, self.compute, self.averaging, self.pushed, SPARE_MODELS * model_bytes)
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
 
     def start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:

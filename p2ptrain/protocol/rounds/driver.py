@@ -22,15 +22,16 @@ from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.events import State, Tick, deadline_s
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
-from p2ptrain.protocol.rounds.deciding.lineage import LineageWatch, PastHeads
+from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
 from p2ptrain.protocol.rounds.deciding.policy import MARGIN, MARGIN_OF_OTHERS, may_be_drawn, rank
 from p2ptrain.protocol.rounds.deciding.proof import HeadVotes
 from p2ptrain.protocol.rounds.deciding.record import check_join
-from p2ptrain.protocol.rounds.deciding.schedule import Schedule
 from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff
 from p2ptrain.protocol.rounds.landing.commit import Committer
-from p2ptrain.protocol.rounds.landing.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.liveness import LineageWatch
 from p2ptrain.protocol.rounds.moving.audit import Audited
+from p2ptrain.protocol.rounds.moving.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -83,7 +84,7 @@ class RoundDriver:
             self._lineage_watch.reset(trio.current_time())
             nursery.start_soon(self._watch_stalls)
             nursery.start_soon(self._keep_time)
-            nursery.start_soon(self.context.parts.push_forever)
+            nursery.start_soon(self.context.pushed.push_forever)
             task_status.started()
             try:
                 await self._drive()
@@ -270,7 +271,7 @@ class RoundDriver:
             check_join(message)
         match message:
             case m.Mean():
-                self.context.parts.receive(sender, message, payload)
+                self.context.pushed.receive(sender, message, payload)
             case m.Landed():
                 self._head_votes.note(sender, message)
                 self.changed()

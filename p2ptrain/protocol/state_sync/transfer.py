@@ -24,9 +24,10 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.deciding.averaging import check_decodes
 from p2ptrain.protocol.rounds.deciding.record import check_record
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.landing.outer_step import Progress, check_decodes, step_chunk
+from p2ptrain.protocol.rounds.landing.outer_step import Progress, step_chunk
 from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES, OvertakenError
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack
 from p2ptrain.protocol.wire.transport import PeerId

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
+from p2ptrain.algorithms.averaging import MAX_MEAN, disjoint_mean, weighted_mean
 from p2ptrain.algorithms.codec import Codec, Encoded, codec
 from p2ptrain.algorithms.robust import clipped_mean, geometric_median, trimmed_mean
 from p2ptrain.errors import WireError
@@ -309,3 +309,18 @@ STRATEGIES: dict[str, Callable[[RunConfig], Averaging]] = {"parts": Parts, "gath
 def averaging_of(run: RunConfig) -> Averaging:
     """The strategy in a run's settings; with pairwise steps, that of the run's one round."""
     return (Parts if run.is_pairwise else STRATEGIES[run.averaging])(run)
+
+
+def check_decodes(
+    averaging: Averaging, record: Record, blobs: Blobs, num_stepped: int, chunk: tuple[int, int]
+) -> float:
+    """Raises WireError unless a chunk of the mean decodes to values that leave anchor and moments finite.
+
+    Returns the squared norm of the mean outer gradient in it, of the vector's first `num_stepped` blocks only.
+
+    Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same. The norm
+    is for this peer only (`MeanGuard`).
+    """
+    start, stop = chunk
+    codec, mean = averaging.mean(record, blobs, start, stop)
+    return codec.squared_norm(mean, stop - start, max(0, num_stepped - start), MAX_MEAN)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from blake3 import blake3
 
 from p2ptrain.algorithms.averaging import MAX_MEAN
 from p2ptrain.algorithms.blocks import BLOCK
@@ -14,10 +15,10 @@ from p2ptrain.algorithms.merkle import HASH_BYTES
 from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Conclusion, is_audited
+from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blob, Conclusion, is_audited
 from p2ptrain.protocol.rounds.deciding.policy import may_be_drawn, rank
 from p2ptrain.protocol.rounds.deciding.proof import Voter
-from p2ptrain.protocol.wire.messages import MAX_COUNT, Arrived, Contributor, Head, Join, Record, Roster
+from p2ptrain.protocol.wire.messages import MAX_COUNT, Arrived, Contributor, Head, Join, Record, Roster, pack
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -269,3 +270,19 @@ def measures_of(grams: Sequence[tuple[float, ...]], weights: Sequence[float]) ->
         total = np.sum([np.array(gram) for gram in grams], axis=0).reshape(size, size)
         measures = mean_cosine(total) if size > 1 else 0.0, mean_norm(total, weights)
     return measures if all(map(math.isfinite, measures)) else (0.0, 0.0)
+
+
+def part_digest(blob: Blob, contributors: Sequence[Contributor], bounds: tuple[int, int]) -> str:
+    """The hash that names a part in a record.
+
+    Where contributors commit to their chunks it covers them, their weights and the part's blocks too, so that a leader
+    cannot pass off the mean of other contributors, with other weights or of another part, as that of a reducer.
+    """
+    hashed = blake3()
+    if any(contributor.root for contributor in contributors):
+        hashed.update(b"%d-%d" % bounds)
+    for contributor in contributors:
+        if contributor.root:
+            hashed.update(pack(contributor))
+    hashed.update(blob)
+    return hashed.hexdigest()

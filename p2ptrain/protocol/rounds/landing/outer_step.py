@@ -1,4 +1,4 @@
-"""The outer step of a decided round on anchor and moments, and the check of its mean. Pure, for worker threads."""
+"""The outer step of a decided round on anchor and moments. Pure, for worker threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from p2ptrain.algorithms.averaging import MAX_MEAN
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Landing
@@ -16,21 +15,6 @@ from p2ptrain.protocol.rounds.deciding.proof import voters_of
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
 Land = Callable[[int, np.ndarray, np.ndarray], None]
-
-
-def check_decodes(
-    averaging: Averaging, record: Record, blobs: Blobs, num_stepped: int, chunk: tuple[int, int]
-) -> float:
-    """Raises WireError unless a chunk of the mean decodes to values that leave anchor and moments finite.
-
-    Returns the squared norm of the mean outer gradient in it, of the vector's first `num_stepped` blocks only.
-
-    Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same. The norm
-    is for this peer only (`MeanGuard`).
-    """
-    start, stop = chunk
-    codec, mean = averaging.mean(record, blobs, start, stop)
-    return codec.squared_norm(mean, stop - start, max(0, num_stepped - start), MAX_MEAN)
 
 
 @dataclass(slots=True)

@@ -28,11 +28,12 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.limits import MAX_STRIKES
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
+from p2ptrain.protocol.nursery import fetch_pipelined
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.averaging import Chunks
+from p2ptrain.protocol.rounds.deciding.record import part_digest
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
-from p2ptrain.protocol.rounds.landing.snapshot import OwnContribution
-from p2ptrain.protocol.rounds.moving.part_store import blob_digest, fetch_pipelined
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -230,7 +231,7 @@ class Audits:
                 blobs = await self._compute(self._context.averaging.reduce, bounds, chunks, record.contributors)
             except WireError:
                 return Verdict.DIFFERS  # no honest reducer can have averaged these bytes
-            digest = await self._compute(blob_digest, blobs[0], record.contributors, (part.start, part.stop))
+            digest = await self._compute(part_digest, blobs[0], record.contributors, (part.start, part.stop))
             verdict = Verdict.FITS if digest == part.digest else Verdict.DIFFERS
             what = f"part {audited.draw.part}, averaged by {part.holder}"
             logger.info("round %d: audit of %s: it %s", record.round, what, verdict.value)

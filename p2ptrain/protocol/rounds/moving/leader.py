@@ -14,7 +14,7 @@ import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.links.links import HELD_UP_S
-from p2ptrain.protocol.rounds.context import RoundContext, Tell
+from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
 from p2ptrain.protocol.rounds.deciding import guard, policy
 from p2ptrain.protocol.rounds.deciding.averaging import Conclusion
 from p2ptrain.protocol.rounds.deciding.record import check_arrived, record_of
@@ -35,14 +35,16 @@ MAX_INBOX = 1024
 class AveragingLeader:
     """One attempt, led by this peer. `deliver` and `note_gone` are called while `run` runs."""
 
-    def __init__(self, context: RoundContext, attempt: m.Attempt, head: m.Head, attempt_s: float, tell: Tell) -> None:
+    def __init__(
+        self, context: RoundContext, attempt: m.Attempt, head: m.Head, attempt_s: float, events: AttemptEvents
+    ) -> None:
         self.attempt = attempt
         self.scope = trio.CancelScope()
         self._context = context
         self._silent_s = context.timeouts.reducer_s(context.liveness.round_trip_s())
         self._head = head
         self._attempt_s = attempt_s
-        self._tell = tell
+        self._events = events
         self._plan: tuple[m.RosterPart, ...] = ()
         self._sends: dict[PeerId, set[int]] = {}
         self._contributors: tuple[m.Contributor, ...] = ()
@@ -119,7 +121,7 @@ class AveragingLeader:
         roster = m.Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan, self._expected)
         self._heard_s = dict.fromkeys((part.reducer for part in self._plan), trio.current_time())
         for peer_id in members:
-            self._tell(peer_id, roster)
+            self._events.tell(peer_id, roster)
         included = await self._await_contributions()
         contributors = self._contributors = self._guarded(joins, included)
         left = self._parts_left(included)
@@ -127,7 +129,7 @@ class AveragingLeader:
             self._expected, self._reports = (), {}
             for part in left:
                 order = m.Reduce(head.lineage, head.round + 1, self.attempt, contributors)
-                self._tell(self._plan[part].reducer, order)
+                self._events.tell(self._plan[part].reducer, order)
         self._averaging = {self._plan[part].reducer for part in left - self._reports.keys()}
         with trio.move_on_after(AVERAGING_SHARE * self._attempt_s) as averaging:
             conclusion = await self._await_reports(contributors)

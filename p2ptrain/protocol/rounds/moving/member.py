@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import trio
 
@@ -17,16 +17,16 @@ from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.links.link import BULK_FROM_BYTES
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.deciding.events import Event, Fetch, Held, MemberFailed, Prepared
+from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
+from p2ptrain.protocol.rounds.deciding.events import Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.policy import parts_of
 from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
-from p2ptrain.protocol.rounds.landing.commit import RecordFetcher
-from p2ptrain.protocol.rounds.landing.snapshot import CHUNKS_PER_VISIT, OwnContribution, SnapshotTaker
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
+from p2ptrain.protocol.rounds.moving.fetch import RecordFetcher
 from p2ptrain.protocol.rounds.moving.reducer import Reducer
+from p2ptrain.protocol.rounds.moving.snapshot import CHUNKS_PER_VISIT, OwnContribution, SnapshotTaker
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -130,7 +130,6 @@ class Participation:
 
     Args:
         fetcher: fetches the parts of the record that is proposed.
-        apply: passes an event to the consensus.
     """
 
     def __init__(
@@ -140,9 +139,7 @@ class Participation:
         head: Head,
         taker: SnapshotTaker,
         fetcher: RecordFetcher,
-        *,
-        tell: Tell,
-        apply: Callable[[Event], None],
+        events: AttemptEvents,
     ) -> None:
         self.attempt = attempt
         self.scope = trio.CancelScope()
@@ -150,8 +147,7 @@ class Participation:
         self._head = head
         self._taker = taker
         self._fetcher = fetcher
-        self._tell = tell
-        self._apply = apply
+        self._events = events
         self._orders_send, self._orders = trio.open_memory_channel[Order](MAX_ORDERS)
         self._early = EarlyChunks(context.codec, context.grid)
         self._sender: Sender | None = None
@@ -236,7 +232,7 @@ class Participation:
 
     def _fail(self, reason: str) -> None:
         logger.debug("round %d, attempt %d: %s", self._head.round + 1, self.attempt.counter, reason)
-        self._apply(MemberFailed(self.attempt, reason))
+        self._events.apply(MemberFailed(self.attempt, reason))
 
     async def _prepare(self, window_s: float) -> None:
         context = self._context
@@ -248,15 +244,15 @@ class Participation:
         join = self._join(own)
         # A Join that others would refuse costs us this attempt; sent, it would be a strike for us at every leader.
         check_join(join)
-        self._apply(Prepared(self.attempt, join))
+        self._events.apply(Prepared(self.attempt, join))
 
     def _begin(self, roster: Roster) -> Sender:
         """Begin what the roster plans for us."""
         context = self._context
-        context.parts.begin_attempt(roster)
+        context.pushed.begin_attempt(roster)
         for number, part in enumerate(roster.parts):
             if part.reducer == context.peer_id:
-                self._reducer = Reducer(context, roster, number, self._tell)
+                self._reducer = Reducer(context, roster, number, self._events)
         self._sender = Sender(context, roster, self._taker, self._reducer)
         if self._reducer is not None:
             self._reducer.take(self._early)
@@ -290,7 +286,7 @@ class Participation:
             raise
         await self._check_mean(record, norms)
         self._held = True
-        self._apply(Held(self.attempt, record.sha256))
+        self._events.apply(Held(self.attempt, record.sha256))
 
     def _check_commitments(self, record: Record) -> None:
         """Raises RoundFailedError if the record names other contributions than we sent or averaged."""

@@ -14,11 +14,12 @@ import trio
 from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.parallel import in_parallel
-from p2ptrain.protocol.rounds.context import RoundContext, Tell
+from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
 from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blob, Chunks
+from p2ptrain.protocol.rounds.deciding.record import part_digest
 from p2ptrain.protocol.rounds.deciding.timeouts import REPORT_S
 from p2ptrain.protocol.rounds.moving.collection import Collection, EarlyChunks
-from p2ptrain.protocol.rounds.moving.part_store import BoundedBuffer, MeanPush, blob_digest
+from p2ptrain.protocol.rounds.moving.pushed_means import BoundedBuffer, MeanPush
 from p2ptrain.protocol.wire.messages import Arrived, Contribution, Contributor, Record, Reduce, Reduced, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -73,13 +74,13 @@ class ExpectedMean:
 class Reducer:
     """Averages the roster's `number`th part. Run `run` in a task."""
 
-    def __init__(self, context: RoundContext, roster: Roster, number: int, tell: Tell) -> None:
+    def __init__(self, context: RoundContext, roster: Roster, number: int, events: AttemptEvents) -> None:
         """The roster has been checked."""
         part = self._part = roster.parts[number]
         self._context = context
         self._roster = roster
         self._number = number
-        self._tell = tell
+        self._events = events
         self._attempt = roster.lineage, roster.round, roster.attempt
         self._bounds = context.grid.bounds(part.start, part.stop)
         self._collection = Collection(
@@ -94,7 +95,7 @@ class Reducer:
         )
         self._chunk_arrived, self._measured = trio.Event(), trio.Event()
         self._expecting = trio.CancelScope()
-        self._push = MeanPush(roster, BoundedBuffer(context.parts.mean_bytes(part.stop - part.start)))
+        self._push = MeanPush(roster, BoundedBuffer(context.pushed.mean_bytes(part.stop - part.start)))
         self._ordered: Reduce | None = None
         # Those in the mean that we have made, or make by the leader's order.
         self._averaged: tuple[Contributor, ...] = ()
@@ -155,7 +156,7 @@ class Reducer:
             tuple(norms[member] for member in complete),
             tuple(roots[member] for member in complete),
         )
-        self._tell(self._roster.attempt.leader, arrived)
+        self._events.tell(self._roster.attempt.leader, arrived)
 
     async def _report_forever(self) -> None:
         """Report to the leader at intervals, also without news, to show that we are alive."""
@@ -185,7 +186,7 @@ class Reducer:
         """Average the chunks of the expected contributors as they arrive, and push the mean as it grows."""
         context, collection, push = self._context, self._collection, self._push
         expected = ExpectedMean(self._bounds, self._roster.expected, context.averaging)
-        context.parts.push(push)
+        context.pushed.push(push)
         try:
             with self._expecting:
                 while not expected.is_complete:
@@ -253,11 +254,11 @@ class Reducer:
     ) -> None:
         """Keep what we averaged for others, push it unless that is done, and report it to the leader."""
         context, bounds = self._context, (self._part.start, self._part.stop)
-        digests = [await context.compute(blob_digest, blob, contributors, bounds) for blob in blobs]
+        digests = [await context.compute(part_digest, blob, contributors, bounds) for blob in blobs]
         for digest, blob in zip(digests, blobs, strict=True):
             context.parts.add(digest, blob)
             if context.averaging.reduces and not as_expected:
-                context.parts.push(MeanPush(self._roster, BoundedBuffer.of(blob), digest))
+                context.pushed.push(MeanPush(self._roster, BoundedBuffer.of(blob), digest))
         reduced = Reduced(*self._attempt, self._number, tuple(digests), gram, as_expected)
-        self._tell(self._roster.attempt.leader, reduced)
+        self._events.tell(self._roster.attempt.leader, reduced)
         self._has_reported = True

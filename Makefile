@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long models pythons compose-test lint docs site bench soak storms hostile fuzz links harm pairwise results thousand reproduce reproduce-full clean
+.PHONY: demo check test test-long models pythons compose-test lint docs site bench soak storms hostile fuzz links harm pairwise results thousand evidence reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -102,6 +102,10 @@ results: $(STAMP)
 # The compose demo, built, started, scaled, broken and stopped: needs Docker and Compose, and nothing else.
 compose-test:
 	$(PYTHON) -m tests.compose
+
+# All long runs that have not passed at this commit, one after the other, and docs/evidence/runs.md: more than a day.
+evidence: $(STAMP)
+	$(BIN)/python -m benchmarks.evidence $(ARGS)
 
 # The papers' experiments, one after the other; -full repeats the headline ones with three seeds.
 reproduce: $(STAMP)

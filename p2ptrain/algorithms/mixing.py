@@ -88,7 +88,8 @@ class Mixing:
         else:
             assert self._copy is not None
             _compare(self._copy.numpy(), self._received.numpy(), sums)
-        return sums.sum(axis=1)
+        totals: npt.NDArray[np.float64] = sums.sum(axis=1)
+        return totals
 
 
 # The same as in `kernels.c`, which has the names without "_".

@@ -1,0 +1,222 @@
+"""`python -m benchmarks.evidence`: makes the long runs that hold what the docs promise, and writes the table of them.
+
+Each run is one line of `docs/evidence/runs.jsonl`. A run that passed at this commit is not repeated, so the list can be
+stopped at any time and continued. `docs/evidence/runs.md` has the last line of each run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import psutil
+
+from benchmarks.results import machine
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "docs/evidence/runs.jsonl"
+PAGE = ROOT / "docs/evidence/runs.md"
+BEGIN, END = "<!-- runs: begin -->\n", "<!-- runs: end -->\n"
+# How often the load of the machine is read, for its range.
+LOOK_S = 20.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the runs.
+
+    Attributes:
+        name: on the command line, and in the records.
+        command: run in the root of the repository.
+        takes: about, on two calm cores.
+        holds: what it shows, with a link to the page that promises it, relative to `docs/evidence`.
+        result: regular expressions of one group by what the group is; what they match is the result.
+    """
+
+    name: str
+    command: str
+    takes: str
+    holds: str
+    result: Mapping[str, str] = field(default_factory=dict)
+
+
+PASSED = {"": r"=+ (.*\d+ passed.*) in [\d.]+s"}
+RUNS = (
+    Run("test", "make test", "20 min", "every rule that a change must keep", PASSED),
+    Run("test-long", "make test-long", "1 h", "tests that are too slow for every change", PASSED),
+    Run("models", "make models", "5 min", "[models that train, and models refused](../start/your-model.md)", PASSED),
+    Run("pythons", "make pythons", "20 min", "Python 3.11 to 3.14", {"": r"^(Python [\d.]+) .*: installed"}),
+    Run(
+        "compose-test",
+        "make compose-test",
+        "30 min",
+        "[the compose demo](../use/compose.md)",
+        {"": r"passed: (\d+ checks)"},
+    ),
+    Run(
+        "hostile",
+        "make hostile",
+        "6 min",
+        "[liars among real peers](../understand/security.md)",
+        {"": r"of 12: .*: (\w+)"},
+    ),
+    Run(
+        "fuzz",
+        "make fuzz",
+        "40 min",
+        "[bytes from strangers](../understand/security.md)",
+        {"": r"(no exception but .*)"},
+    ),
+    Run("links", "make links", "20 min", "[slow and cut links](../understand/reliability.md#slow-links-cut-links-nat)"),
+    Run(
+        "soak",
+        "make soak MINUTES=60",
+        "65 min",
+        "[kills, pauses, cuts and restarts](../understand/reliability.md#the-soak)",
+        {"goodput": r"goodput.*\| ([\d.]+%) \|", "training blocked": r"blocked the training.*\| ([\d.]+%) \|"},
+    ),
+    Run("storms", "make storms", "4 h", "[500 storms in virtual time](../understand/reliability.md)", PASSED),
+    Run("bench", "make bench", "2 h", "[speed, bytes and memory](benchmarks.md)"),
+    Run("harm", "make harm", "1 h", "[what lying members cost](../understand/security.md)"),
+    Run("thousand", "make thousand", "1 h", "[large swarms](benchmarks.md#large-swarms)"),
+    Run("pairwise", "make pairwise", "20 min", "[random pairs](benchmarks.md#random-pairs-against-rounds)"),
+    Run("reproduce", "make reproduce", "4 h", "[the papers' experiments](reproduction.md)"),
+    Run("results", "make results", "20 h", "[loss of one peer, four, and data parallel](results.md)"),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as it went. Times are UTC; `load` is the lowest and the highest load average while it ran."""
+
+    name: str
+    commit: str
+    began: str
+    minutes: float
+    load: Sequence[float]
+    machine: str
+    passed: bool
+    result: str
+
+
+def records() -> list[Record]:
+    """All runs so far, the oldest first."""
+    lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
+    return [Record(**json.loads(line)) for line in lines]
+
+
+def this_commit() -> str:
+    """The commit that is checked out. Exits if a file that git tracks has changed since."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    if changed := git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/evidence"):
+        sys.exit(f"commit these first, so that a run can be repeated:\n{changed}")
+    return git("rev-parse", "--short=7", "HEAD")
+
+
+def make(run: Run, commit: str) -> Record:
+    """Make a run; what it prints goes to the terminal, too."""
+    began, loads, ended = datetime.datetime.now(datetime.UTC), [os.getloadavg()[0]], threading.Event()
+
+    def watch_load() -> None:
+        while not ended.wait(LOOK_S):
+            loads.append(os.getloadavg()[0])
+
+    watch = threading.Thread(target=watch_load, daemon=True)
+    watch.start()
+    lines: list[str] = []
+    with subprocess.Popen(
+        run.command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    ended.set()
+    of = machine()
+    return Record(
+        name=run.name,
+        commit=commit,
+        began=began.strftime("%Y-%m-%d %H:%M"),
+        minutes=round((datetime.datetime.now(datetime.UTC) - began).total_seconds() / 60, 1),
+        load=[round(min(loads), 1), round(max(loads), 1)],
+        machine=f"{of['cores']} × {of['cpu']}, {psutil.virtual_memory().total / 2**30:.0f} GB",
+        passed=process.returncode == 0,
+        result=result_of(run, "".join(lines)),
+    )
+
+
+def result_of(run: Run, printed: str) -> str:
+    """What the run's expressions find; of equal results, how many."""
+    found = []
+    for what, pattern in run.result.items():
+        for text, times in collections.Counter(re.findall(pattern, printed, re.MULTILINE)).items():
+            found.append(" ".join(filter(None, [what, f"{times} ×" if times > 1 else "", text])))
+    return ", ".join(found)
+
+
+def table(done: Sequence[Record]) -> str:
+    """The page's table: the last record of each run, and a line for those that were never made."""
+    last = {record.name: record for record in done}
+    rows = ["| command | takes | what it shows | commit | when (UTC), load | result |", "|---|---|---|---|---|---|"]
+    for run in RUNS:
+        if (of := last.get(run.name)) is None:
+            when, commit, result = "–", "–", "not since these records began"
+        else:
+            low, high = of.load
+            when, commit = f"{of.began}, {of.minutes:.0f} min, {low:g} to {high:g}", of.commit
+            result = "; ".join(filter(None, ["passed" if of.passed else "**FAILED**", of.result]))
+        rows.append(f"| `{run.command}` | {run.takes} | {run.holds} | {commit} | {when} | {result} |")
+    return "\n".join(rows) + "\n"
+
+
+def write_page() -> None:
+    """Replace the table in the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(records())}\n{END}{after}", encoding="utf-8")
+
+
+@click.command("python -m benchmarks.evidence")
+@click.argument("names", nargs=-1, metavar="[NAME]...", type=click.Choice([run.name for run in RUNS]))
+@click.option("--report", is_flag=True, help="Write docs/evidence/runs.md only.")
+@click.option("--list", "only_list", is_flag=True, help="List the runs and exit.")
+def main(names: Sequence[str], report: bool, only_list: bool) -> None:
+    """Make all runs, or those named, that have not passed at this commit, one after the other: more than a day."""
+    if only_list:
+        for run in RUNS:
+            click.echo(f"{run.name:14}{run.takes:>8}  {run.command}")
+        return
+    failed = []
+    if not report:
+        commit = this_commit()
+        passed = {record.name for record in records() if record.passed and record.commit == commit}
+        for run in RUNS:
+            if run.name in (names or {run.name for run in RUNS}) and run.name not in passed:
+                click.echo(f"\n{run.command} (about {run.takes})")
+                record = make(run, commit)
+                with RECORDS.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+                failed += [] if record.passed else [run.name]
+                write_page()
+    write_page()
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,13 +7,16 @@
   carries out its effects as tasks. `context` has the objects that all parts of a peer's rounds use; `liveness` says
   which peers are live.
 
-`deciding` imports nothing of the others, `moving` nothing of `landing`, and only `driver` imports `attempts`.
+`deciding` imports nothing of the others, `moving` nothing of `landing`, and only `driver` imports `attempts`. The
+`context` has the two stores of `moving`, and the tasks of `moving` get the context.
+
+The consensus has its own words: its `Proposer` is led by an `AveragingLeader`, and its `Member` is a `Participation`.
 
 One round, and where to read it. A leader is a member too.
 
 | step | of whom | where |
 |---|---|---|
-| due: an interval has passed | each peer | `schedule.Schedule.due`, `driver.RoundDriver` |
+| due: an interval has passed | each peer | `exchange/position.py`, then `schedule.Schedule.due` |
 | Call | the leader | `schedule.leader_of`, `consensus` |
 | snapshot, Join | each member | `member.Participation`, `snapshot.SnapshotTaker` |
 | Roster: who sends which chunks to whom | the leader | `leader.AveragingLeader`, `policy`, `averaging` |

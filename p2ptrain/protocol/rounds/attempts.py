@@ -37,7 +37,7 @@ MAX_ATTEMPTS = 3
 
 
 class Attempts:
-    """Decides one round at a time. `begin` starts the next.
+    """Gives events to the consensus of one round at a time, and runs the tasks that its effects ask for.
 
     Args:
         events: takes messages to ourselves, and learns when there may be something new to do or to wait for.
@@ -228,6 +228,7 @@ class Attempts:
                 self.apply(ev.LeaderFailed(leader.attempt, f"unexpected error: {error!r}"))
 
     def _on_member_ended(self, effect: ev.MemberEnded, *, timed_out: bool) -> None:
+        """Count the failed attempt, ignore its leader if that fails again and again, and skip the round after three."""
         if self._member is None or self._member.attempt != effect.attempt:
             return
         leader, superseded = effect.attempt.leader, self.state.member is not None

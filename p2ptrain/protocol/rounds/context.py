@@ -85,14 +85,14 @@ class RoundHost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RoundContext:
-    """One peer.
+    """What all parts of a peer's protocol share, not only its rounds.
 
     Attributes:
         state: anchor and moments; changed by commits only.
         errors: logs exceptions of our own code that cost no more than an attempt.
         codec: of outer gradients.
         swarm_size: about how many peers the run has; 0 while we link to all of them.
-        recent: whose fragments are merged, and whom records must name; set with each head.
+        recent: the contributors of the last rounds, whose fragments are merged; set with each head.
         audited: whether members commit to their chunks, and reducers are audited.
         nursery: of the driver, while it runs.
         avoided: reducers that were silent, or whose means are refused; they reduce only if no other can.

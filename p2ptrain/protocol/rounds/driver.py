@@ -50,7 +50,9 @@ NO_HEAD = m.Head("", "", -1, "", "", (), 0, 0, None)
 
 
 class RoundDriver:
-    """Drives rounds; implements `RoundEvents`. See the package docstring for the objects that it uses.
+    """Holds the head, decides when to call a round, and gives each round message to the part that takes it.
+
+    Implements `RoundEvents`. The rest of the protocol calls it the engine.
 
     Attributes:
         past_heads: the heads that we had; `adopt` takes only those that it allows.
@@ -139,7 +141,7 @@ class RoundDriver:
         return self._lineage_watch.has_ended(self.head)
 
     def may_follow(self, link: Link) -> bool:
-        """Whether a partner claims a state that we may adopt, and its claims of this kind were not in vain lately."""
+        """Whether a partner claims a state that we could adopt, and no such claim of it has failed lately."""
         beat, head = link.beat, self.head
         if beat is None or not beat.lineage or self._ignored(link).is_backed_off(link.peer_id, trio.current_time()):
             return False
@@ -254,7 +256,7 @@ class RoundDriver:
         return peer_id in self._voter_ids or self._is_drawn(peer_id, MARGIN)
 
     def may_be_candidate(self, peer_id: PeerId) -> bool:
-        """Whether some peer may take this one for a voter of the next round, or drawn for it."""
+        """Whether another peer may think that this one is a voter of the next round, or is drawn for it."""
         return peer_id in self._voter_ids or self._is_drawn(peer_id, MARGIN_OF_OTHERS)
 
     def _is_drawn(self, peer_id: PeerId, margin: float) -> bool:
@@ -330,7 +332,7 @@ class RoundDriver:
                 await changed.wait()
 
     def _act(self, now: float) -> float:
-        """Do what is due; returns the seconds until the next call."""
+        """Retry a decided round, call the next one, or begin a lineage. Returns the seconds until the next call."""
         wake_s, state = POLL_S, self.round_state
         self._schedule.note_time(now)
         if state.learned is not None:

@@ -116,9 +116,9 @@ class Schedule:
             self._due_from_s = now
 
     def waits(self, head: Head, now: float, *, is_landing: bool) -> bool:
-        """Whether to delay a round for peers that it would overtake.
+        """Whether to delay our next Call for peers that the round would overtake.
 
-        It would change the state that joiners download: a peer that is alone waits for as long as they make progress.
+        A round changes the state that joiners download. A peer that is alone therefore waits while they make progress.
         A slow joiner must not delay other members: they wait only for one that rounds have overtaken, as it might never
         get the state, and for a voter that has not landed the last round (`is_landing`), whose parts would be gone.
         With pairwise steps, a peer also waits for peers of another lineage, which follow.
@@ -142,7 +142,10 @@ class Schedule:
         return times > 0 and now - self._head_s < min(OVERTAKEN_S * 2 ** (times - 1), MAX_OVERTAKEN_S)
 
     def due(self, head: Head, attempts_failed: int, now: float) -> Due | None:
-        """The Due to send to all peers, including ourselves; None if we are not due or have just sent it."""
+        """The Due to send to all peers, including ourselves; None if we are not due or have just sent it.
+
+        Sent again, it asks the next leader in the order to call.
+        """
         this = (head.lineage, head.round, attempts_failed)
         if not self._context.exchange.round_due or (this == self._sent_for and now - self._sent_s <= DUE_AGAIN_S):
             return None
@@ -151,13 +154,13 @@ class Schedule:
         return Due(head.lineage, head.round + 1, self.counter)
 
     def note_due(self, sender: PeerId, due: Due, head: Head) -> bool:
-        """Record a Due. Returns whether it is for our round or one soon after."""
+        """Record that a peer is due. Returns whether that is for our round or one soon after."""
         if due.lineage != head.lineage or not 0 < due.round - head.round <= MAX_ROUNDS_AHEAD:
             return False
         self._due.setdefault(due.round, set()).add(sender)
         if due.round == head.round + 1:
             self._counters[sender] = due.counter
-            # Two peers must report it, if there are two: one that knows the order of leaders could else lead each time.
+            # Two peers must report a counter, if there are two: else one that knows the order could always lead.
             claims = sorted(self._counters.values(), reverse=True)
             heard = claims[min(len(self._context.host.trainers()), 2) - 1 :][:1]
             self.counter = max(self.counter, *(min(claim, self.counter + MAX_DUE_AHEAD) for claim in heard), 0)

@@ -64,7 +64,7 @@ Mac = Annotated[bytes, Meta(max_length=32)]
 Maddr = Annotated[str, Meta(max_length=MAX_MADDR_LENGTH, pattern=SAFE_PATTERN)]
 Maddrs = Annotated[tuple[Maddr, ...], Meta(max_length=MAX_MADDRS)]
 Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)]
-# A SHA-256, or empty where there is none.
+# A hash of 32 bytes, or empty where there is none.
 Hash = Annotated[bytes, Meta(max_length=HASH_BYTES)]
 # A port and a self-signed certificate of 200 bytes.
 Offer = Annotated[bytes, Meta(max_length=MAX_OFFER_BYTES)]
@@ -232,7 +232,7 @@ class Record(_Struct, frozen=True, dict=True):
 
 
 class Vote(_Struct, frozen=True):
-    """A voter's signature: see `rounds.proof` for what it signs."""
+    """A voter's signature: see `rounds.deciding.proof` for what it signs."""
 
     peer_id: Name
     incarnation: Name

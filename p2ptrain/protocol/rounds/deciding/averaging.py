@@ -36,7 +36,7 @@ BLOCKS_PER_VISIT = 16 * 1024
 
 Array = npt.NDArray[np.float32]
 Blob = bytes | bytearray | memoryview
-# The bytes of a blob, by its SHA-256.
+# The bytes of a blob, by its hash.
 Blobs = Callable[[str], Blob]
 # The encoded chunks that a reducer holds: by member, then by first block.
 Chunks = dict[PeerId, dict[int, Encoded]]
@@ -47,7 +47,7 @@ Encoding = tuple[Codec, Encoded]
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The parts of a record, and Gram matrices whose sum is that of the whole vectors: one empty if it is unknown."""
+    """The parts of a record, and Gram matrices to be added up. If one is empty, the sum is unknown."""
 
     parts: tuple[Part, ...]
     grams: tuple[tuple[float, ...], ...]
@@ -57,9 +57,8 @@ class Averaging(Protocol):
     """A stateless strategy, made from the run's settings.
 
     Attributes:
-        reduces: whether a blob is what `reduce` makes of one part of several contributions, so that a false one is
-            found by averaging them again. Blobs that are contributions are checked by their hash alone; the holder of
-            each is its contributor.
+        reduces: whether a blob is computed from several contributions, so that an audit can compute it again. Else each
+            blob is one contribution, held by its contributor, and is checked by its hash alone.
     """
 
     @property
@@ -68,7 +67,7 @@ class Averaging(Protocol):
     def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
         """Who reduces which blocks of whose outer gradients: at most one part for each member.
 
-        Every member sends every block to a reducer at least: a contributor's weights land as if all of them were sent.
+        Every block of every member must reach some reducer: the landing assumes that all were sent.
         Raises RoundFailedError if no plan is possible.
 
         Args:

@@ -15,7 +15,7 @@ with its incarnation (new at every start of the process). How our messages map t
 
 Between a quorum of promises and Propose the peers average, outside of the consensus. Promises and accepted records are
 held in memory only. A restarted process, and each node that `NodeRunner` builds in one process, has another
-incarnation, so it is not a voter and its attempts are new ones. An incarnation must never continue without its state.
+incarnation, so it is not a voter and its attempts are new ones. Who has lost its promises must take a new incarnation.
 
 **The driver's contract.** A round begins with a new `State`. The driver calls `step` for each event, one
 at a time, keeps the new state, and carries out the effects in order; `events` documents both. A `Send` to our own id
@@ -53,10 +53,10 @@ def unfinished(joins: Joins, voters: Collection[Voter]) -> m.Record | None:
 
 
 def heeded(state: State, joins: Joins) -> Joins:
-    """The promises that an attempt counts: without those whose READY record is unavailable, if a quorum remains.
+    """The promises that an attempt counts: without those that report a record that nobody has, if a quorum remains.
 
-    Any quorum of promises will do, so leaving one out is like never having received it. Otherwise one voter that
-    reports a record that no peer has would stop all rounds.
+    Leaving out a promise is like never having received it, and any quorum will do. Otherwise one voter that reports a
+    record that no peer has would stop all rounds.
     """
 
     def is_unheld(peer: PeerId, join: m.Join) -> bool:
@@ -229,10 +229,10 @@ def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
 
 
 def _waits(state: State, proposer: Proposer) -> bool:
-    """Whether our own READY as leader must wait, because it does not complete a quorum yet.
+    """Whether we lead, and hold our own READY back until it completes a quorum.
 
-    A leader has chosen the contributors itself, so it does not refuse a record that the others refuse. If it were READY
-    with one alone, each later leader that needs its promise would have to propose that record, in vain.
+    A leader accepts its own record even where the others refuse it. If it were READY alone, each later leader that
+    needs its promise would have to propose that record, in vain.
     """
     own, voters = (state.peer, state.incarnation), state.head.voters
     return own in voters and not is_quorum({own, *dict(proposer.ready)}, voters)
@@ -302,7 +302,7 @@ def _without(state: State, proposer: Proposer, peer: PeerId, reason: str, now: f
 
 
 def _go_on(state: State, proposer: Proposer, reason: str, now: float) -> Result:
-    """Advance or abort the attempt after a peer joined or left."""
+    """After a peer joined or left: end the joining if nobody is awaited, abort if no quorum is possible, else wait."""
     state, voters = replace(state, proposer=proposer), state.head.voters
     if proposer.joining:
         awaited = set(proposer.called) - proposer.gone

@@ -47,7 +47,7 @@ class Guarded:
 
 
 def scaled_down(weights: Sequence[float], scales: Sequence[float]) -> list[float]:
-    """The weights that leave each member its share of the mean times its scale, and the rest to those with scale 1.
+    """Weights with which a member's share of the mean is `scale` times what it was; those with scale 1 get the rest.
 
     A mean divides by the sum of its weights. So a weight that is only multiplied leaves a member more: of two, a liar
     far above the limit would then count as much as with a norm of twice the limit.
@@ -66,8 +66,9 @@ def guarded(
     A member's limit is `MOST_NORMS` times the median norm; with two members, of the leader's, and none if the leader is
     new. Members without any change, such as peers that have just joined, are left out of the median.
 
-    Two members have no majority, and the other is scaled down, not left out: if the anchor is near the optimum of the
-    leader's data, its norm is small, and a peer with unlike data would be left out of every round (measured).
+    Two members have no majority. So the one that does not lead is scaled down, never left out: if the anchor is near
+    the optimum of the leader's data, the leader's norm is small, and a peer with unlike data would be left out of every
+    round (measured).
     The disjoint mean does not scale, and leaves it out.
 
     Norms of honest members differ. They grow with the steps of an interval, about with their square root and at most in
@@ -137,8 +138,8 @@ class MeanGuard:
 
     If the means of a swarm really have grown, rounds must go on. So a refusal doubles the limit until the next round
     lands. That counts only if a voter leads, once for each voter, round and snapshot, and `MOST_DOUBLINGS` times in
-    all. A liar cannot raise the limit under other identities. It can once an interval, by calling again: a new snapshot
-    is taken only after a round was skipped.
+    all. A liar with many ids cannot raise the limit. A voter that leads can, once an interval, by calling again: a new
+    snapshot is taken only after a round was skipped.
     """
 
     def __init__(self) -> None:

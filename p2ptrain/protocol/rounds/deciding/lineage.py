@@ -24,7 +24,7 @@ MAX_GENERATION = 999_999_999
 class PastHeads:
     """The lineages and rounds of the heads that this incarnation had, in order.
 
-    What it promised and accepted is forgotten with each head: at the same round it would vote a second time.
+    With each head a peer forgets what it promised and accepted: back at an earlier head, it could vote twice.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def has_ended(voters: Sequence[Voter], present: Collection[Voter], is_gone: Call
 def is_our_turn(*, ended_s: float | None, lost_s: float, patience_s: float, lower: int, awaits: bool) -> bool:
     """Whether this peer begins the lineage that follows its own, which has no quorum of its voters any more.
 
-    Peers at one head take turns in the order of their ids, so that of those that see each other one begins, and the
+    Peers at one head take turns in the order of their ids. So of those that see each other, the first begins, and the
     others adopt what it began.
 
     Args:

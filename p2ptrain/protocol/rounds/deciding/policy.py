@@ -1,10 +1,10 @@
 """Who contributes to a round, who reduces, with which weights, and who is at fault. Pure.
 
-**The draw.** A round holds so many contributors at most. A hash of the state that the round starts from, and of the id,
+**The draw.** A round has at most `max_contributors`. A hash of the state that the round starts from, and of the id,
 gives each peer a rank. The leader calls the peers of lowest rank that it is linked with. No peer knows all others of a
 large swarm, so each decides by its own rank and an estimate of the swarm's size whether it may be among those. If so,
-it links to the voters, one of which leads. A draw is known only once the previous round is decided, so no id can be
-chosen that is drawn again and again. Partial participation by a random draw is that of federated averaging (McMahan et
+it links to the voters, one of which leads. The draw depends on the round before, so nobody can choose an id that is
+always drawn. Partial participation by a random draw is that of federated averaging (McMahan et
 al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017).
 
 **The leader's decisions** follow from the members' claims. Claims of one peer are limited by those of the others, so
@@ -78,9 +78,9 @@ def _can_reduce(peer: PeerId, joins: Mapping[PeerId, Join]) -> bool:
 
 
 def averageable(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> dict[PeerId, Join]:
-    """The members without those that keep all others but the avoided ones from reducing, by naming too few links.
+    """The members without those with the fewest links, until one that is not avoided is linked to all that are left.
 
-    All members if at most half would be left. `avoided`: as for `reducers_of`.
+    All members if at most half would be left: a member may name too few links. `avoided`: as for `reducers_of`.
     """
     left = dict(joins)
     while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
@@ -111,10 +111,10 @@ def parts_of(members: Sequence[PeerId], plan: Sequence[RosterPart]) -> dict[Peer
 def is_doubted(
     part: int, failed: Collection[PeerId], sends: PartsOf, complete: PartsOf, parts: Collection[int]
 ) -> bool:
-    """Whether a part's reducer is at fault, and not those whom it gives up.
+    """Whether a part's reducer is at fault, and not the members that it gives up.
 
-    It is at fault if at least half of its other senders, and at least one, are given up by it alone: they are complete
-    at all other reducers. The only reducer is at fault if it gives up more than half.
+    It is, if it alone gives up at least half of its other senders, and at least one, which are complete at all other
+    reducers. The only reducer is at fault if it gives up more than half.
 
     Args:
         failed: the members that it gives up.

@@ -101,9 +101,10 @@ def check_roster(roster: Roster, own: PeerId) -> None:
 
 
 def name_of(record: Record, member: Voter, averaging: Averaging) -> bytes | None:
-    """What a record names of a member's contribution; None if it is not in the record, which may be malformed.
+    """The hash by which a record names a member's contribution; None if it is not in the record.
 
-    Its Merkle root, empty in runs without them; or, where the parts are contributions, the hash of all its bytes.
+    It is the Merkle root, empty in runs without audits; or, where the parts are contributions, the hash of all bytes.
+    The record may be malformed.
     """
     root = next((c.root for c in record.contributors if (c.peer_id, c.incarnation) == member), None)
     if root is None or averaging.reduces:
@@ -234,9 +235,9 @@ def joins_rounds(run: RunConfig, own_step: int) -> bool:
 
 
 def expected(record: Record, present: Collection[Voter], most: int, swarm_size: float) -> set[Voter]:
-    """The voters that a record should name: of those present, at most `most`, drawn as its leader draws them.
+    """The peers that a record should name: of those present, at most `most`, drawn as its leader draws them.
 
-    Some are expected whatever the size, which is an estimate, and the contributors, which may be made up.
+    A quarter of `most` is always expected: the swarm's size is an estimate, and the contributors may be made up.
     """
     ranks = {voter: rank(record.parent_hash, voter[0]) for voter in present}
     last = max((rank(record.parent_hash, c.peer_id) for c in record.contributors), default=0)

@@ -144,7 +144,10 @@ class AveragingLeader:
         return record_of(self._context.run, head, joins, contributors, conclusion)
 
     async def _await_contributions(self) -> list[PeerId]:
-        """The contributors: members complete at their reducers. Waits until all others are excluded or time is up."""
+        """Wait until each member is complete at its reducers or excluded, or time is up; return the complete ones.
+
+        Reducers that contradict all others are blamed, not the members that they give up.
+        """
         sends = self._sends
         complete: dict[PeerId, set[int]] = {member: set() for member in sends}
         failed_at: dict[int, set[PeerId]] = {part: set() for part in range(len(self._plan))}

@@ -31,9 +31,10 @@ KEEP_ALL_S = 30.0
 
 
 def part_limit_s(mean_bytes: int) -> float:
-    """The longest that one peer may take for one part of a mean of this size: to fall silent, and to be asked then.
+    """The longest that one peer may take for one part of a mean of this size.
 
-    As long as the whole mean takes on the slowest line: a giver's carries its part to all members, and ours all parts.
+    It is the time in which it may fall silent and be asked again, and that of the whole mean on the slowest line: a
+    giver's line carries its part to all members, and ours carries all parts.
     """
     return 2 * PIECE_TIMEOUT_S + mean_bytes / SLOWEST_BYTES_S
 
@@ -121,7 +122,11 @@ class PartStore:
         self._forget_unneeded()
 
     def trim(self, holders: Collection[PeerId], record: Record | None = None) -> None:
-        """Of the last record, or only if it is this one, keep the parts of these holders; late members ask them."""
+        """Of the last round's parts, keep those of these holders; late members ask them.
+
+        Args:
+            record: do so only if this is still the last one.
+        """
         if self._committed is not None and record in (None, self._committed):
             self._kept = [part.digest for part in self._committed.parts if part.holder in holders]
             self._forget_unneeded()

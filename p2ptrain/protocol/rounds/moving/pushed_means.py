@@ -180,9 +180,10 @@ class PushedMeans:
             start += len(piece)
 
     def receive(self, sender: PeerId, message: Mean, data: bytes) -> None:
-        """Take a pushed piece. Stale ones are ignored, and all that follow a gap: that mean is requested.
+        """Take a pushed piece. Stale pieces are ignored.
 
-        A gap may be ours: what comes before the roster is not taken. Raises WireError if the mean is too large.
+        After a gap the rest is ignored, too, and the mean is requested. A gap may be ours: what comes before the
+        roster is not taken. Raises WireError if the mean is too large.
         """
         pushed = self._pushed.get(sender)
         if pushed is None or message.attempt != self._attempt or (pushed.digest and not message.digest):

@@ -286,16 +286,17 @@ class SnapshotTaker:
             self._error = self.own.next_error
 
     def gave(self, name: bytes) -> bool:
-        """Whether a record of this round may have our contribution under this name (`record.name_of`).
+        """Whether we sent a contribution of this name (`record.name_of`) in this round.
 
-        It may be one from before we skipped the round: others may still be READY with a record that has it.
+        Also one from before we skipped the round: others may still be READY with a record that has it.
         """
         return name in self._skipped or (self.own is not None and self.own.is_whole and self.own.name == name)
 
     def includes(self, name: bytes) -> bool:
-        """Whether a decided record has our present contribution under this name, not one from before a skip.
+        """Whether the contribution of this name in a decided record is our present one, which can land.
 
-        Where all have an empty name, it is the present one if we sent all of it in the attempt that was decided.
+        In runs without audits all have an empty name: it is the present one if we sent all of it in the attempt that
+        was decided.
         """
         is_ours = self.own is not None and self.own.is_whole and self.own.name == name
         return is_ours and (self.sent or name not in self._skipped)

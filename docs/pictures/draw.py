@@ -320,7 +320,8 @@ def layers() -> str:
 
 
 def ways() -> str:
-    """A fragment's and a round's way through a peer: one lane for each part, one arrow for each call or message."""
+    """A fragment's and a round's way through a peer: a lane for each part, an arrow for each call or message, and where
+    to read it."""
     lanes = [
         ("exchange", "training thread"),
         ("protocol/gossip", "network thread"),
@@ -329,48 +330,51 @@ def ways() -> str:
         ("protocol/links", "network thread"),
     ]
     fragment = [
-        (1, 0, "offer_push: blocks of the next slots"),
-        (0, 1, "Push: their values, read in step()"),
-        (1, 3, "encode (int8)"),
-        (1, 4, "Fragment, to one random peer"),
-        (4, 1, "Fragment: slots, size and epoch are checked"),
-        (1, 3, "decode, find its blocks"),
-        (1, 0, "inbox.put: mixed in the next step()"),
+        (1, 0, "offer_push: blocks of the next slots", "gossip.py: Gossip"),
+        (0, 1, "Push: their values, read in step()", "exchange/pushing.py: Pusher"),
+        (1, 3, "encode (int8)", "gossip.py: Gossip"),
+        (1, 4, "Fragment, to one random peer", "links/link.py: Link"),
+        (4, 1, "Fragment: slots, size and epoch are checked", "node/node.py: on_message"),
+        (1, 3, "decode, find its blocks", "gossip.py: Gossip"),
+        (1, 0, "inbox.put: mixed in the next step()", "exchange/merging.py: Merger"),
     ]
     round_ = [
-        (0, 2, "RoundDue: H steps are done"),
-        (2, 4, "Due; consensus: Call"),
-        (2, 0, "want_snapshot"),
-        (0, 2, "SnapshotTaken: weights, copied in step()"),
-        (2, 4, "consensus: Join"),
-        (2, 3, "encode anchor − weights, by chunks"),
-        (2, 4, "Contribution: chunks, to reducers"),
-        (4, 2, "Contribution: each chunk is checked"),
-        (2, 3, "averaging: reduce"),
-        (2, 4, "consensus: Propose"),
-        (4, 2, "parts of the mean, checked by hash"),
-        (2, 4, "consensus: Ready, Commit"),
-        (2, 3, "outer step on the anchor"),
-        (2, 0, "land: takes effect in the next step()"),
-        (2, 3, "hashes of the new state"),
+        (0, 2, "RoundDue: H steps are done", "exchange/position.py"),
+        (2, 4, "Due; consensus: Call", "schedule.py, consensus.py"),
+        (2, 0, "want_snapshot", "snapshot.py: SnapshotTaker"),
+        (0, 2, "SnapshotTaken: weights, copied in step()", "exchange/snapshots.py"),
+        (2, 4, "consensus: Join", "member.py: Participation"),
+        (2, 3, "encode anchor − weights, by chunks", "snapshot.py: OwnContribution"),
+        (2, 4, "Contribution: chunks, to reducers", "member.py: Sender"),
+        (4, 2, "Contribution: each chunk is checked", "collection.py: Collection"),
+        (2, 3, "averaging: reduce", "reducer.py, averaging.py"),
+        (2, 4, "consensus: Propose", "leader.py, record.py"),
+        (4, 2, "parts of the mean, checked by hash", "pushed_means.py, fetch.py"),
+        (2, 4, "consensus: Ready, Commit", "consensus.py"),
+        (2, 3, "outer step on the anchor", "commit.py, outer_step.py"),
+        (2, 0, "land: takes effect in the next step()", "exchange/exchange.py"),
+        (2, 3, "hashes of the new state", "commit.py, anchor.py"),
     ]
-    left, gap, top, row = 100, 190, 76, 27
+    left, gap, top, row = 100, 176, 76, 27
     height = top + row * (len(fragment) + len(round_) + 2)
-    d = Drawing(left + gap * (len(lanes) - 1) + 100, height, "The way of a fragment and of a round through a peer")
+    d = Drawing(left + gap * (len(lanes) - 1) + 300, height, "The way of a fragment and of a round through a peer")
     x = [left + gap * i for i in range(len(lanes))]
     for at, (part, thread) in zip(x, lanes, strict=True):
         d.text(at, 28, part, anchor="middle", mono=True, size=12)
         d.text(at, 45, thread, anchor="middle", size=11, colour=QUIET)
         d.line((at, 56), (at, height - 16), colour=LINE)
+    read_at = x[-1] + 100
+    d.text(read_at, 28, "read it in", size=12)
     y = float(top)
     for title, colour, steps in (("A fragment", BLUE, fragment), ("A round", GREEN, round_)):
         d.text(12, y, title, bold=True, colour=colour)
-        for start, end, words in steps:
+        for start, end, words, where in steps:
             y += row
             middle, wide = (x[start] + x[end]) / 2, 5.8 * len(words)
             d.box(middle - wide / 2, y - 17, wide, 14, line=PAPER)
             d.arrow(x[start], y, x[end], y, colour=colour)
             d.text(middle, y - 6, words, anchor="middle", size=11)
+            d.text(read_at, y - 4, where, mono=True, size=11, colour=QUIET)
         y += row * 1.2
     return d.svg()
 

@@ -24,6 +24,8 @@ from benchmarks.processes import WorkerError, Workers
 
 # Steps of the benchmarks take less than half of this, also on a busy machine (guess).
 STEP_TIMEOUT_S = 1.0
+# What a peer's state takes at 100 Mbit/s, and twice that on a busy machine (guess).
+JOIN_S = 40.0
 # Longer than any benchmark: no round becomes due.
 NEVER = 10**9
 # Message to the peers instead of a phase.
@@ -119,7 +121,8 @@ class Swarm:
             initial_peers = self._workers.hear_from(0, timeout_s=90.0)
             for index in range(1, self._peers):
                 self._workers.tell_one(index, initial_peers)
-            self._workers.hear(timeout_s=120.0)
+            # On a slow line all joiners together may have one donor's.
+            self._workers.hear(timeout_s=120.0 + JOIN_S * self._peers)
         except BaseException as error:
             self._workers.__exit__(type(error), error, error.__traceback__)
             raise

@@ -57,6 +57,7 @@ class BlockPlan:
         pieces: the rows, in order, by tensor.
         tensors: (n,) int64, the number of each block's tensor.
         index: (n,) int64 tensor, the number of each block within its tensor.
+        numels: of the space that it was made for.
     """
 
     blocks: npt.NDArray[np.int64]
@@ -64,6 +65,7 @@ class BlockPlan:
     pieces: tuple[Piece, ...]
     tensors: npt.NDArray[np.int64]
     index: torch.Tensor
+    numels: list[int]
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class IndexSpace:
                 padding += BLOCK - tail
         tensors = np.repeat(np.arange(len(self.numels)), np.diff(row_starts))
         index = torch.from_numpy(ordered - self.tensor_starts[tensors])
-        return BlockPlan(ordered, ordered.size * BLOCK - padding, tuple(pieces), tensors, index)
+        return BlockPlan(ordered, ordered.size * BLOCK - padding, tuple(pieces), tensors, index, self.numels)
 
 
 class FlatView(Protocol):
@@ -162,19 +164,27 @@ class ParameterView:
         self.tensors = list(tensors)
         self._device = self.tensors[0].device if self.tensors else torch.device("cpu")
         in_memory = self._device.type == "cpu"
-        # Full blocks of the plain tensors, by number of the tensor.
+        # Full blocks of the plain tensors, by number of the tensor. While numpy has them, torch does not resize them.
         self._items = {n: _items(tensor) for n, tensor in enumerate(self.tensors) if in_memory and _is_plain(tensor)}
         # Of the same tensors: the address that block 0 of the flat layout would have.
         starts = {n: self.tensors[n].data_ptr() - int(space.tensor_starts[n]) * BLOCK_BYTES for n in self._items}
-        self._origins = np.array([starts.get(n, 0) for n in range(len(self.tensors))], np.int64)
+        self._origins = np.array([starts.get(n, 0) for n in range(len(self.tensors))], np.intp)
         self._joined = JoinedTensors.of(self._device, self.tensors)
+
+    def __reduce__(self) -> tuple[type[ParameterView], tuple[IndexSpace, list[torch.Tensor]]]:
+        """A copy reads and writes copies of the tensors, at other addresses."""
+        return ParameterView, (self.space, self.tensors)
 
     def place(self, plan: BlockPlan, upload: Callable[[torch.Tensor], torch.Tensor] | None = None) -> PlacedPlan:
         """Find where a plan's blocks lie.
 
         Args:
             upload: copies the index to the parameters' device without waiting; None: it is copied as usual.
+
+        Raises:
+            ValueError: the plan was made for another space.
         """
+        self._check(plan)
         first_rows, together, apart = self._joined.first_rows, list[slice](), list[Piece]()
         begins = np.zeros(len(plan.pieces), np.int64)
         for number, piece in enumerate(plan.pieces):
@@ -224,7 +234,8 @@ class ParameterView:
     def scatter_on_device(self, placed: PlacedPlan, values: torch.Tensor) -> None:
         """As `scatter`, of `values` on the device of the first parameter. The host waits as for `gather_on_device`."""
         values = values.contiguous()
-        assert (values.dtype, len(values)) == (torch.float32, len(placed.plan.blocks))
+        if self._items:
+            kernels.check_rows(values, len(placed.plan.blocks))
         if self._items and (library := kernels.library()) is not None:
             addresses = self._addresses(placed.plan, placed.apart)
             library.scatter(kernels.address(addresses), len(addresses), values.data_ptr())
@@ -269,18 +280,24 @@ class ParameterView:
         """
         return _in_pieces(_add if adds else _write, self.sections(flat))
 
-    def addresses(self, plan: BlockPlan) -> npt.NDArray[np.int64] | None:
+    def addresses(self, plan: BlockPlan) -> npt.NDArray[np.intp] | None:
         """Where the plan's blocks lie in this process's memory: (n,); None unless all are 64 float32 values in a row.
 
         The caller may read and write them there, as long as it keeps this view.
         """
+        self._check(plan)
         if any(piece.is_tail or piece.tensor not in self._items for piece in plan.pieces):
             return None
         return self._addresses(plan, ())
 
-    def _addresses(self, plan: BlockPlan, apart: Sequence[Piece]) -> npt.NDArray[np.int64]:
-        """Where the plan's blocks lie; 0 for those that are `apart`."""
-        addresses = self._origins[plan.tensors] + plan.blocks * BLOCK_BYTES
+    def _check(self, plan: BlockPlan) -> None:
+        if plan.numels != self.space.numels:
+            raise ValueError("the plan was made for another index space")
+
+    def _addresses(self, plan: BlockPlan, apart: Sequence[Piece]) -> npt.NDArray[np.intp]:
+        """Where the plan's blocks lie; 0 for those that are `apart` or not of a plain tensor."""
+        origins = self._origins[plan.tensors]
+        addresses = np.where(origins == 0, 0, origins + plan.blocks * BLOCK_BYTES)
         for piece in apart:
             addresses[piece.rows] = 0
         return addresses

@@ -42,14 +42,14 @@ class Mixing:
     """
 
     def __init__(self, view: WeightView, plan: BlockPlan, received: torch.Tensor) -> None:
-        assert (received.shape, received.is_contiguous()) == ((len(plan.blocks), BLOCK), True)
+        kernels.check_rows(received, len(plan.blocks))
         self._view, self._plan, self._received = view, plan, _without_padding(view, plan, received)
         self._library = kernels.library()
         # The blocks of θ: where they lie, if the library can work on them there; else a copy.
         own = view.addresses(plan) if self._library is not None and isinstance(view, ParameterView) else None
         self._copy = view.gather(plan) if own is None else None
         if self._copy is not None:
-            own = self._copy.data_ptr() + BLOCK_BYTES * np.arange(len(plan.blocks))
+            own = self._copy.data_ptr() + BLOCK_BYTES * np.arange(len(plan.blocks), dtype=np.intp)
         assert own is not None
         self._own = own
         squares = self._squares() / max(1, plan.numel)
@@ -65,10 +65,11 @@ class Mixing:
         Returns:
             `rms`. Nothing was changed if it is above `max_rms` or not finite.
         """
-        if not math.isfinite(self.rms) or (max_rms is not None and self.rms > max_rms):
+        if not math.isfinite(self.rms) or (max_rms is not None and not self.rms <= max_rms):
             return self.rms
         n = len(self._plan.blocks)
-        weights = np.full(n, weight, np.float32) if isinstance(weight, float) else weight.reshape(n).numpy()
+        each = weight if isinstance(weight, float) else weight.reshape(n).numpy()
+        weights = np.ascontiguousarray(np.broadcast_to(each, n), np.float32)
         if self._library is not None:
             received, own = self._received.data_ptr(), kernels.address(self._own)
             self._library.mix(own, n, received, kernels.address(weights))
@@ -119,9 +120,9 @@ def _in_cache(rows: Rows) -> list[slice]:
 
 def _without_padding(view: WeightView, plan: BlockPlan, received: torch.Tensor) -> torch.Tensor:
     """Received blocks with zeros in the padding, as θ has them; honest peers send them so."""
-    for piece in plan.pieces:
-        size = view.space.numels[piece.tensor] % BLOCK
-        if piece.is_tail and received[piece.rows.start, size:].any():
-            received = received.clone()
-            received[piece.rows.start, size:] = 0
+    tails = [(piece.rows.start, view.space.numels[piece.tensor] % BLOCK) for piece in plan.pieces if piece.is_tail]
+    if any(received[row, size:].any() for row, size in tails):
+        received = received.clone()
+        for row, size in tails:
+            received[row, size:] = 0
     return received

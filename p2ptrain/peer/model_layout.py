@@ -131,7 +131,11 @@ class ModelParts:
         """
         self.reshard()
         parameters = map(local_of, self.parameters[:1]) if self.is_sharded else self.parameters
-        in_place = list(map(torch.Tensor.data_ptr, parameters)) == self._addresses
+        # Also the tensors that the exchange uses: memory that one has freed may hold the other.
+        in_place = all(
+            list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
+            for tensors in (parameters, self.tensors[: len(self._addresses)])
+        )
         same = all(map(is_, chain.from_iterable(self._held), self._seen))
         if in_place and same and not any(map(attrgetter("requires_grad"), self._frozen)):
             return
@@ -143,8 +147,12 @@ class ModelParts:
             if id(p) not in held or now.get(name, p) is not p  # also if two have changed places
         ]
         if not in_place:
-            places = zip(self.space.names, self.parameters, self._addresses, strict=False)
-            moved += [name for name, p, was in places if id(p) in held and local_of(p).data_ptr() != was]
+            places = zip(self.space.names, self.parameters, self.tensors, self._addresses, strict=False)
+            moved += [
+                name
+                for name, p, tensor, was in places
+                if id(p) in held and {local_of(p).data_ptr(), tensor.data_ptr()} != {was}
+            ]
         if moved:
             raise ConfigError(
                 f"{len(moved)} parameters of the model, such as {moved[0]}, were moved, replaced or removed after it "

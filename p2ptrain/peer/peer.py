@@ -223,6 +223,7 @@ class Peer:
         """After the last step: wait until the run's last round has landed. Returns False on a time-out."""
         deadline = time.monotonic() + timeout_s
         while not self._exchange.finished and time.monotonic() < deadline and self.failure is None:
+            self._check_if_landing()
             self._exchange.idle()
             time.sleep(POLL_S)
         return self._exchange.finished
@@ -232,9 +233,14 @@ class Peer:
 
         The landing of a large model takes several steps on a CPU. Call this before you copy or evaluate the weights.
         The next `step()` reports the round. Returns False if an error, which is logged, has left weights of two epochs;
-        the next step tries it again.
+        the next step tries it again. Raises ConfigError as `step` does, if a round is landing.
         """
+        self._check_if_landing()
         return self._exchange.finish_landing()
+
+    def _check_if_landing(self) -> None:
+        if self._exchange.landing_pending and not self._left:
+            self._parts.check_in_place()
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append an event to the metrics stream."""
@@ -379,6 +385,7 @@ class Peer:
         self._thread.start_soon(restore)
         deadline = time.monotonic() + STATE_TIMEOUT_S
         while not landed.is_set():
+            self._check_if_landing()
             self._exchange.idle()
             if time.monotonic() > deadline:
                 raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s")
@@ -443,6 +450,8 @@ class Peer:
     def _idle(self) -> bool:
         """As `Exchange.idle`, for leaving, which an error of the device must not prevent. Returns whether it worked."""
         try:
+            if self._exchange.landing_pending:
+                self._parts.check_in_place()
             self._exchange.idle()
         except Exception as error:
             self._errors.note("landing a round while leaving", error)

@@ -1,3 +1,6 @@
+import copy
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -295,3 +298,66 @@ def test_on_a_device_one_change_lands_all_tensors_of_a_kind() -> None:
         for change in changes:
             change()
     view.read(flat)
+
+
+def test_a_plan_of_another_space_is_refused() -> None:
+    tensors = [torch.zeros(4, BLOCK)]
+    view, before = make_view(tensors), torch.zeros(4, BLOCK)
+    plan = IndexSpace([("a", (100, BLOCK))]).plan([50])
+    for work in (lambda: view.gather(plan), lambda: view.scatter(plan, torch.ones(1, BLOCK))):
+        with pytest.raises(ValueError, match="another index space"):
+            work()
+    assert torch.equal(tensors[0], before)
+
+
+@pytest.mark.parametrize(
+    "received",
+    [
+        torch.zeros(1, BLOCK),
+        torch.zeros(2, BLOCK, dtype=torch.bfloat16),
+        torch.zeros(2, BLOCK, device="meta"),
+        torch.zeros(2, 2 * BLOCK)[:, ::2],
+        torch._neg_view(torch.zeros(2, BLOCK)),
+    ],
+    ids=["fewer rows", "another dtype", "no memory", "apart", "negated when read"],
+)
+def test_rows_that_do_not_lie_in_memory_as_they_read_are_refused(received: torch.Tensor) -> None:
+    view = make_view([torch.zeros(4, BLOCK)])
+    with pytest.raises(ValueError, match="float32, contiguous"):
+        Mixing(view, view.space.plan([1, 2]), received)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.full((1, 1), 0.25).expand(4, 1), torch.full((8, 1), 0.25)[::2], torch.full((4, 1), 0.25).double()]
+)
+def test_weights_may_lie_anyhow(weight: torch.Tensor) -> None:
+    tensors = [torch.zeros(4, BLOCK)]
+    view = make_view(tensors)
+    mix_clipped(view, view.space.plan(range(4)), torch.ones(4, BLOCK), weight, None)
+    assert torch.equal(tensors[0], torch.full((4, BLOCK), 0.25))
+
+
+def test_a_limit_that_is_not_a_number_mixes_nothing() -> None:
+    tensors = [torch.zeros(4, BLOCK)]
+    view = make_view(tensors)
+    mix_clipped(view, view.space.plan([1]), torch.ones(1, BLOCK), 0.5, math.nan)
+    assert not tensors[0].any()
+
+
+def test_a_copy_of_a_view_has_tensors_of_its_own() -> None:
+    view = make_view([torch.zeros(4, BLOCK)])
+    other = copy.deepcopy(view)
+    other.scatter(other.space.plan([1]), torch.ones(1, BLOCK))
+    assert not view.tensors[0].any()
+    assert other.tensors[0].sum() == BLOCK
+
+
+def test_padding_that_is_not_zero_costs_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender may fill all of it, in each fragment."""
+    view = make_view([torch.zeros(70) for _ in range(50)])
+    plan = view.space.plan(range(view.space.num_blocks))
+    received, clone, copies = torch.ones(len(plan.blocks), BLOCK), torch.Tensor.clone, list[int]()
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: copies.append(tensor.numel()) or clone(tensor))
+    mix_clipped(view, plan, received, 1.0, None)
+    assert copies == [received.numel()]
+    assert all(torch.equal(tensor, torch.ones(70)) for tensor in view.tensors)

@@ -278,6 +278,16 @@ def test_a_model_that_is_moved_later_is_noticed(move) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_parameter_at_its_old_address_whose_memory_was_freed_in_between_is_noticed() -> None:
+    """As after `share_memory()`, and then `p.data = p.data.clone()`, which may get the freed memory."""
+    model = nn.Linear(4, 4)
+    parts = ModelParts(model, None)
+    parts.check_in_place()
+    parts.tensors[0] = parts.tensors[0].clone()
+    with pytest.raises(ConfigError, match=r"1 parameters of the model, such as weight, were moved"):
+        parts.check_in_place()
+
+
 def test_a_script_module_that_is_moved_later_is_noticed() -> None:
     model = torch.jit.script(normed())
     parts = ModelParts(model)

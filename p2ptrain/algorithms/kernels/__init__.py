@@ -12,6 +12,9 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from p2ptrain.algorithms.blocks import BLOCK
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -29,14 +32,14 @@ _ARGUMENTS = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library; None if it was not built, or not for this machine."""
-    with contextlib.suppress(OSError):
+    """The library; None if it was not built, or is not this one, or not for this machine."""
+    with contextlib.suppress(OSError, AttributeError):
         return load(f"{__path__[0]}/libkernels.so.3")
     return None
 
 
 def load(path: str) -> ctypes.CDLL:
-    """The library in a file. Raises OSError if it is not one for this machine."""
+    """The library in a file. Raises OSError if it is not for this machine, AttributeError if it lacks a function."""
     loaded = ctypes.CDLL(path)
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, name)
@@ -48,3 +51,12 @@ def address(array: npt.NDArray[np.generic]) -> int:
     """Where a contiguous array begins, for a call of the library."""
     assert array.flags.c_contiguous
     return int(array.ctypes.data)
+
+
+def check_rows(rows: torch.Tensor, n: int) -> None:
+    """Raises ValueError unless these are `n` rows of 64 float32 values, in memory as the library reads them."""
+    is_as_it_lies = rows.device.type == "cpu" and rows.is_contiguous() and not rows.is_neg()
+    if (rows.dtype, tuple(rows.shape), is_as_it_lies) != (torch.float32, (n, BLOCK), True):
+        raise ValueError(
+            f"{tuple(rows.shape)} {rows.dtype} on {rows.device}: must be ({n}, {BLOCK}) float32, contiguous"
+        )

@@ -176,7 +176,8 @@ def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int
     sizes = [part.stop - part.start for part in averaging.plan(_joins(members), (), num_blocks)]
     gradients = [gradient_codec(run).size_bytes(size) for size in sizes]
     means = [mean_codec(run, members).size_bytes(size) * averaging.reduces for size in sizes]
-    own = list(zip(gradients, means, strict=True))
+    # A member without a part sends all and receives all.
+    own = [*zip(gradients, means, strict=True), *[(0, 0)] * (members - len(sizes))]
     sent = (sum(gradients) - gradient + (members - 1) * mean for gradient, mean in own)
     received = ((members - 1) * gradient + sum(means) - mean for gradient, mean in own)
     return max(sent), max(received)

@@ -12,6 +12,7 @@ import pytest
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.monitor.estimate import advice, estimate_run, receivers, round_bytes, texts, transfer_s
+from p2ptrain.protocol.rounds.deciding.averaging import STRATEGIES
 from p2ptrain.protocol.rounds.deciding.timeouts import fewest_steps
 from p2ptrain.protocol.wire.messages import KINDS, Contribution, Fragment, Mean, PairAnswer, PairWeights
 from p2ptrain.settings.config import RunConfig
@@ -23,7 +24,7 @@ RUN = RunConfig(sync_every=20)
 GPT2 = 124_000_000
 
 
-@pytest.mark.parametrize("averaging", ["parts", "gather"])
+@pytest.mark.parametrize("averaging", STRATEGIES)
 @pytest.mark.parametrize("codec", ["int8", "topk"])
 @pytest.mark.parametrize("peers", [2, 3])
 def test_the_bytes_are_those_that_a_swarm_sends(peers: int, codec: str, averaging: str) -> None:

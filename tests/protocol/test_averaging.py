@@ -200,16 +200,15 @@ def test_a_strategy_is_a_line_of_configuration() -> None:
 
 def test_the_example_in_contributing_is_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    blocks = re.findall(
-        r"^    ```python\n(.*?)^    ```$", page[page.index("a class `Single`") :], re.DOTALL | re.MULTILINE
-    )
+    section = page[page.index("a class `Single`") :].partition("\n## ")[0]
+    blocks = re.findall(r"^    ```python\n(.*?)^    ```$", section, re.DOTALL | re.MULTILINE)
     strategy, line, tests = map(textwrap.dedent, blocks)
     made: dict[str, Any] = {**vars(strategies), "__name__": "single"}
     exec(strategy, made)
     # The settings take no other name.
     monkeypatch.setitem(STRATEGIES, "gather", made["Single"])
     added = line.partition(" = ")[2].replace("Single", "Parts")
-    assert list(eval(added)) == [*STRATEGIES, "single"]
+    assert list(eval(added)) == [*STRATEGIES, "single"], "CONTRIBUTING.md, Add an averaging strategy, step 2"
     namespace = dict(globals())
     exec(tests.replace('"single"', '"gather"'), namespace)
     for name in re.findall(r"def (test_\w+)", tests):

@@ -47,7 +47,7 @@ def prepare(
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from p2ptrain.settings.cores import usable_cores
+    from p2ptrain.settings.machine import usable_cores
     from p2ptrain.training.data.prepare import Progress
     from p2ptrain.training.data.prepare import prepare as run
     from p2ptrain.training.data.token_info import describe

@@ -18,8 +18,7 @@ from p2ptrain.algorithms import kernels
 from p2ptrain.monitor.doctor.finding import Finding, Mark, ok, warning
 from p2ptrain.monitor.estimate import at_rest_bytes, in_a_round_bytes
 from p2ptrain.monitor.formatting import count, size
-from p2ptrain.settings.cores import usable_cores
-from p2ptrain.settings.free_memory import free_memory_bytes
+from p2ptrain.settings.machine import free_memory_bytes, usable_cores
 from p2ptrain.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -56,6 +56,17 @@ FRACTION = number("0, or from 1e-9 to 1 (0.005 is 0.5 %)", lambda x: x == 0 or 1
 RATE = number("a finite number above 0, at most 1e6", lambda x: 0 < x <= 1e6)
 MUON_RATE = number("a finite number, 0 to 1e6", lambda x: 0 <= x <= 1e6)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda x: x >= 0)
+# Partners send their weights themselves, which int4, int2, topk and pruning would spoil. The mean of two is plain, so
+# that a robust one would promise what only the last round holds.
+PAIRWISE_ALLOWS: Mapping[str, tuple[object, ...]] = {
+    "outer_optimizer": ("sgdm",),
+    "round_codec": ("int8", "fp16", "none"),
+    "prune_fraction": (0,),
+    "sync_schedule": ("fixed",),
+    "outer_lr_schedule": ("constant",),
+    "inner_moments": ("local",),
+    "round_mean": ("weighted",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,55 +243,43 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check(self.data in ("stdlib", "text", ""), "data", self.data, "one of stdlib, text, ''")
-        known = re.fullmatch(r"chars|bytes|ids|[0-9a-f]{64}", self.tokenizer) is not None
-        check(known, "tokenizer", self.tokenizer, "chars, bytes, ids or the SHA-256 of a tokenizer.json")
-        fits = 2 <= self.vocab_size <= MAX_VOCAB_SIZE
-        check(fits, "vocab_size", self.vocab_size, f"a number of ids from 2 to {MAX_VOCAB_SIZE:,}")
-        layout = self.model_layout
-        check(len(layout) <= 128 and layout.isprintable(), "model_layout", layout, "at most 128 printable characters")
-        pruned, codec = self.prune_fraction, self.round_codec
-        can_prune = pruned == 0 or codec == "int8"
-        check(can_prune, "prune_fraction", pruned, f"0 with round_codec = {codec!r}: only int8 can prune")
-        plain = self.round_guard != "clip" or self.round_mean == "weighted"
+        codec, layout = self.round_codec, self.model_layout
+        is_known = re.fullmatch(r"chars|bytes|ids|[0-9a-f]{64}", self.tokenizer) is not None
+        self._check("data", self.data in ("stdlib", "text", ""), "one of stdlib, text, ''")
+        self._check("tokenizer", is_known, "chars, bytes, ids or the SHA-256 of a tokenizer.json")
+        is_vocabulary = 2 <= self.vocab_size <= MAX_VOCAB_SIZE
+        self._check("vocab_size", is_vocabulary, f"a number of ids from 2 to {MAX_VOCAB_SIZE:,}")
+        is_printable = len(layout) <= 128 and layout.isprintable()
+        self._check("model_layout", is_printable, "at most 128 printable characters")
+        # Which settings go together.
+        can_prune = self.prune_fraction == 0 or codec == "int8"
+        self._check("prune_fraction", can_prune, f"0 with round_codec = {codec!r}: only int8 can prune")
         # Other means do not scale with a member's weight.
+        can_clip = self.round_guard != "clip" or self.round_mean == "weighted"
         rule = f"exclude or off with round_mean = {self.round_mean!r}: only the weighted mean can clip"
-        check(plain, "round_guard", self.round_guard, rule)
-        dense = self.round_mean != "trimmed" or codec != "topk"
+        self._check("round_guard", can_clip, rule)
+        can_trim = self.round_mean != "trimmed" or codec != "topk"
         rule = "another mean with round_codec = 'topk': few members send a value at one position, and all are trimmed"
-        check(dense, "round_mean", self.round_mean, rule)
+        self._check("round_mean", can_trim, rule)
         # A second moment that a codec rounds to zero makes Adam divide by nearly nothing.
-        exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
-        rule = "local unless round_codec = 'none' and round_mean = 'weighted'"
-        check(exact, "inner_moments", self.inner_moments, rule)
-        used = self.muon_lr == 0 or self.inner_optimizer == "muon"
-        check(used, "muon_lr", self.muon_lr, f"left out with inner_optimizer = {self.inner_optimizer!r}")
-        plain = self.inner_moments == "local" or self.inner_optimizer == "adamw"
-        check(
-            plain, "inner_moments", self.inner_moments, "local with inner_optimizer = 'muon': only Adam's are averaged"
-        )
+        is_exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
+        self._check("inner_moments", is_exact, "local unless round_codec = 'none' and round_mean = 'weighted'")
+        is_used = self.muon_lr == 0 or self.inner_optimizer == "muon"
+        self._check("muon_lr", is_used, f"left out with inner_optimizer = {self.inner_optimizer!r}")
+        has_moments = self.inner_moments == "local" or self.inner_optimizer == "adamw"
+        rule = "local with inner_optimizer = 'muon': only Adam's are averaged"
+        self._check("inner_moments", has_moments, rule)
         # What waits is in memory: with 1 / p steps a whole model.
-        delay, share = self.fragment_delay, self.fragment_fraction
+        share = self.fragment_fraction
+        fits = self.fragment_delay * share <= 1 + 1e-9
         rule = f"at most {1 / (share or 1):.0f} with fragment_fraction = {share:g}: more than a whole model would wait"
-        check(share == 0 or delay * share <= 1 + 1e-9, "fragment_delay", delay, rule)
-        if self.is_pairwise:
-            self._check_pairwise()
+        self._check("fragment_delay", fits, rule)
+        for name, allowed in PAIRWISE_ALLOWS.items() if self.is_pairwise else ():
+            rule = f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'"
+            self._check(name, getattr(self, name) in allowed, rule)
 
-    def _check_pairwise(self) -> None:
-        """Raises ConfigError unless pairwise steps can have the other settings."""
-        # Partners send their weights themselves, which int4, int2, topk and pruning would spoil. The mean of two is
-        # plain, so that a robust one would promise what only the last round holds.
-        for name, allowed in (
-            ("outer_optimizer", ("sgdm",)),
-            ("round_codec", ("int8", "fp16", "none")),
-            ("prune_fraction", (0,)),
-            ("sync_schedule", ("fixed",)),
-            ("outer_lr_schedule", ("constant",)),
-            ("inner_moments", ("local",)),
-            ("round_mean", ("weighted",)),
-        ):
-            value = getattr(self, name)
-            check(value in allowed, name, value, f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'")
+    def _check(self, name: str, ok: bool, rule: str) -> None:
+        check(ok, name, getattr(self, name), rule)
 
     @property
     def is_pairwise(self) -> bool:

@@ -21,9 +21,8 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import uvicorn
@@ -92,7 +91,7 @@ def showing(state: PageState, page: PageConfig, listener: socket.socket | None =
             access_log=False,
             lifespan="off",
             ws="none",
-            http=cast(Any, partial(_connect, {})),
+            http=Connection,
             headers=list(HEADERS.items()),
             server_header=False,
             timeout_graceful_shutdown=1,
@@ -249,85 +248,57 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def _connect(connections: dict[Connection, None], **arguments: Any) -> Connection:
-    """Make the protocol object of a new connection, as uvicorn's setting `http` does."""
-    return Connection(H11Protocol(**arguments), connections)
+class Connection(H11Protocol):
+    """uvicorn's protocol of one connection, with a deadline for each request. Used in the thread of its loop only.
 
+    Attributes:
+        number: grows with each new one, as the clock of a loop may not tell two apart that came at once.
+        waits_since_s: when it began to wait for a whole request, by the clock of the loop.
+    """
 
-class Connection:
-    """A protocol of the event loop around uvicorn's, which does the work. Used in the thread of that loop only."""
-
-    def __init__(self, inner: H11Protocol, connections: dict[Connection, None]) -> None:
-        """
-        Args:
-            inner: uvicorn's protocol.
-            connections: all open ones, in their order, as the clock of a loop may not tell two that came at once apart.
-        """
-        self._inner = inner
-        self._connections = connections
-        self._transport: Any = None
-        self._timer: Any = None
-        self._is_admitted = False
-        self._cycle: object = None
-        self.waits_since_s = inner.loop.time()
+    number = 0
+    waits_since_s = 0.0
+    _timer: Any = None
+    _last_cycle: object = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a whole request has come and is not answered yet."""
-        cycle = self._inner.cycle
-        return cycle is not None and not cycle.response_complete
+        return self.cycle is not None and not self.cycle.response_complete
 
     def abort(self) -> None:
-        self._transport.abort()
-
-    # Called by the event loop.
+        """Close the connection at once, and free its place."""
+        self.connections.discard(self)
+        self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        if len(self._connections) >= MOST_CONNECTIONS:
-            waiting = [other for other in self._connections if not other.is_busy]
-            if not waiting:
-                transport.abort()
-                return
-            longest = min(waiting, key=lambda other: other.waits_since_s)
-            del self._connections[longest]
+        others = [other for other in self.connections if isinstance(other, Connection)]
+        self.number = 1 + max((other.number for other in others), default=0)
+        super().connection_made(transport)
+        self.waits_since_s = self.loop.time()
+        self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._check)
+        if len(others) >= MOST_CONNECTIONS:
+            waiting = [other for other in others if not other.is_busy]
+            longest = min(waiting, key=lambda other: (other.waits_since_s, other.number), default=self)
             longest.abort()
-        self._connections[self] = None
-        self._is_admitted = True
-        self._inner.connection_made(transport)
-        self._timer = self._inner.loop.call_later(REQUEST_TIMEOUT_S, self._check)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_admitted:
-            return
-        self._inner.data_received(data)
-        if self._inner.cycle is not self._cycle:
+        super().data_received(data)
+        if self.cycle is not self._last_cycle:
             # A new request: the wait for the next one begins now, or when `_check` sees this one busy.
-            self._cycle, self.waits_since_s = self._inner.cycle, self._inner.loop.time()
+            self._last_cycle, self.waits_since_s = self.cycle, self.loop.time()
 
-    def eof_received(self) -> None:
-        """The event loop closes the connection, as uvicorn wants it."""
-
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._connections.pop(self, None)
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._is_admitted:
-            self._inner.connection_lost(error)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
 
     def _check(self) -> None:
         """Close the connection if it has waited too long for a request."""
-        now = self._inner.loop.time()
+        now = self.loop.time()
         if self.is_busy:
             self.waits_since_s = now
         left_s = self.waits_since_s + REQUEST_TIMEOUT_S - now
         if left_s > 0:
-            self._timer = self._inner.loop.call_later(left_s, self._check)
+            self._timer = self.loop.call_later(left_s, self._check)
         else:
             self.abort()

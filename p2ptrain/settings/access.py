@@ -20,19 +20,10 @@ logger = logging.getLogger(__name__)
 
 # Some 20,000 ids; a larger file is probably another one.
 MAX_FILE_BYTES = 1024 * 1024
-# Why a machine refuses a peer, in words for that peer, which recognizes them.
+# Reasons that a refused peer is told. It recognizes them.
 DENIED = "this peer is on its deny list"
 NOT_ALLOWED = "this peer is not on its allow list"
 EXAMPLE = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-
-
-def is_settled(content: bytes, last: bytes) -> bool:
-    """Whether a file's content may be used: the previous read found the same.
-
-    Many editors empty a file and then write it. A read in between finds nothing, or the first half: an empty allow
-    list would close every link.
-    """
-    return content == last
 
 
 class PeerIdFile:
@@ -71,7 +62,9 @@ class PeerIdFile:
             last, self._last = self._last, self._read()
             if self._last == self._used and not self._complaint:
                 return
-            if not is_settled(self._last, last):
+            # Many editors empty a file and then write it. A read in between finds nothing, or the first half, and an
+            # empty allow list would close every link.
+            if self._last != last:
                 return
             self.ids = self._parse(self._last)
         except ConfigError as error:
@@ -145,7 +138,7 @@ class Access:
         return bool(self._files)
 
     def refusal(self, peer_id: str) -> str | None:
-        """Why this machine refuses a peer, in words for that peer; None if it does not."""
+        """The reason for which this machine refuses a peer, as that peer is told; None if it does not."""
         if self._deny is not None and peer_id in self._deny.ids:
             return DENIED
         if self._allow is not None and peer_id not in self._allow.ids:

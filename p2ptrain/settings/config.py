@@ -32,15 +32,15 @@ from p2ptrain.settings.setting import (
 
 PROTOCOL_VERSION = 1
 
-# The meaning of a setting that a peer leaves out, if that is not its default. When a default changes, its old value is
-# added here; so is what older versions do, for a new setting that is not off by default. Entries never change.
+# What a setting means if a peer does not state it, where that is not its default. When a default changes, its old value
+# is added here. A new setting that is not off by default gets what older versions do. Entries never change.
 BASELINE: Mapping[str, Any] = {"outer_momentum": 0.9}
-# Sent and hashed even if at the baseline.
+# These settings are always sent and hashed.
 ALWAYS_STATED = ("run_id", "protocol_version")
 
 AVERAGINGS = ("parts", "gather", "pairwise")
 ROUND_MEANS = ("weighted", "disjoint", "clipped", "trimmed", "geometric")
-# Four times the vocabulary of the largest published ones; a table of embeddings grows with it.
+# Four times the largest published vocabulary. The table of embeddings grows with it.
 MAX_VOCAB_SIZE = 2**20
 # A run's texts come from other peers, and are shown on the terminal.
 RUN_ID = text(
@@ -50,14 +50,14 @@ RUN_ID = text(
 MODEL = text("at most 128 printable characters", lambda model: len(model) <= 128 and model.isprintable())
 # Another peer's setting must not take all memory of this machine.
 CONTEXT = number("a whole number, 0 to 1048576 (0: the model's)", lambda n: type(n) is int and 0 <= n <= 2**20, 1024)
-# Less is no block of any model, and a number of slots that no message can hold.
+# A smaller share is less than a block of any model, and needs more slots than a message can hold.
 FRACTION = number("0, or from 1e-9 to 1 (0.005 is 0.5 %)", lambda x: x == 0 or 1e-9 <= x <= 1, 0.005)
 # Beyond float32, torch's optimizers raise errors of their own.
 RATE = number("a finite number above 0, at most 1e6", lambda x: 0 < x <= 1e6)
 MUON_RATE = number("a finite number, 0 to 1e6", lambda x: 0 <= x <= 1e6)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda x: x >= 0)
-# Partners send their weights themselves, which int4, int2, topk and pruning would spoil. The mean of two is plain, so
-# that a robust one would promise what only the last round holds.
+# Partners send each other weights, for which int4, int2, topk and pruning are too coarse. Pairs take the plain mean, so
+# a robust one would apply to the last round only.
 PAIRWISE_ALLOWS: Mapping[str, tuple[object, ...]] = {
     "outer_optimizer": ("sgdm",),
     "round_codec": ("int8", "fp16", "none"),
@@ -90,8 +90,7 @@ class RunConfig:
     model_layout: str = ""
     # "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.
     data: str = ""
-    # "chars", "bytes", "ids" (tokens are prepared, and nobody needs text), or the hex SHA-256 of a tokenizer.json; and
-    # the number of its ids.
+    # "chars", "bytes", "ids" (tokens are prepared, and no peer needs text), or the hex SHA-256 of a tokenizer.json.
     tokenizer: str = "chars"
     vocab_size: int = 98
     context: int = setting(0, CONTEXT, default_text="the model's",
@@ -108,7 +107,7 @@ class RunConfig:
     lr: float = setting(3e-3, RATE, default_text=FROM_MODEL,
         help="Peak learning rate of the inner AdamW.",
         why="0.003 for the demo model: tuned, with 50 steps of warm-up (simulated, k = 8). Others have their papers'.")
-    # 0: 4 x lr, on every peer. The command line states it, as it depends on the model.
+    # 0 means 4 x lr. The command line always sets it, as its default depends on the model.
     muon_lr: float = setting(0.0, MUON_RATE, default_text="from the model, 2 or 4 x --lr",
         help="Peak learning rate of Muon's matrices.",
         why="2 x --lr for GPT-2, DiLoCo's models, Llamas and those of transformers: torch scales Muon's updates so "
@@ -269,7 +268,7 @@ class RunConfig:
         has_moments = self.inner_moments == "local" or self.inner_optimizer == "adamw"
         rule = "local with inner_optimizer = 'muon': only Adam's are averaged"
         self._check("inner_moments", has_moments, rule)
-        # What waits is in memory: with 1 / p steps a whole model.
+        # Delayed fragments are kept in memory: those of 1 / p steps are a whole model.
         share = self.fragment_fraction
         fits = self.fragment_delay * share <= 1 + 1e-9
         rule = f"at most {1 / (share or 1):.0f} with fragment_fraction = {share:g}: more than a whole model would wait"
@@ -283,15 +282,15 @@ class RunConfig:
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether outer steps are taken in random pairs, and a round at the end of the run only."""
+        """Whether random pairs take outer steps, and the run has one round, at its end."""
         return self.averaging == "pairwise"
 
     @property
     def digest(self) -> str:
         """Hex SHA-256 of `stated()` in a canonical form: equal exactly if all settings mean the same.
 
-        Settings at their baseline are left out. So versions with different settings can meet, unless the run uses a
-        setting that one of them lacks.
+        Settings at their baseline are left out, so that versions with different settings can be in one run, unless it
+        uses a setting that one of them lacks.
         """
         canonical = json.dumps(self.stated(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
@@ -338,7 +337,7 @@ class RunConfig:
 
     @classmethod
     def checked(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values, if each is of its type and keeps its rule; whether they go together is not checked.
+        """The values, each checked by itself, but not whether they go together.
 
         Raises ConfigError on unknown keys, wrong types or bad values.
         """

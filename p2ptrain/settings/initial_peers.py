@@ -5,7 +5,6 @@ A multiaddr contains a peer's address and its id: `/ip4/203.0.113.7/tcp/4001/p2p
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.files import open_file, read_text
+from p2ptrain.settings.files import open_file, read_text, write_whole
 from p2ptrain.settings.run_key import RunKey, looks_like_key, warn_if_shared
 from p2ptrain.settings.setting import shortened
 from p2ptrain.settings.ticket import Ticket, looks_like_ticket, parse_ticket, ticket_text
@@ -94,12 +93,10 @@ def _ticket_in(name: str) -> str | None:
 
 
 def write_addresses(path: Path, maddrs: Sequence[str]) -> None:
-    """Atomically write a file for `--initial-peers FILE`. Raises ConfigError if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write a file for `--initial-peers FILE`. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("".join(f"{maddr}\n" for maddr in maddrs), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, "".join(f"{maddr}\n" for maddr in maddrs).encode())
     except OSError as error:
         raise ConfigError(f"--write-addresses {path}: {error.strerror}; give a writable file") from error
 

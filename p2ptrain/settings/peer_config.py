@@ -22,7 +22,7 @@ from p2ptrain.settings.setting import (
     text,
 )
 
-# Not reachable from other machines, unless the user gives a host.
+# Where this machine listens if the user gives no host: other machines cannot connect.
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 
@@ -146,7 +146,7 @@ class NetworkConfig:
 
     @property
     def without_bulk(self) -> NetworkConfig:
-        """For a process that does not train: nobody opens bulk connections to it."""
+        """These settings for a process that does not train, to which no peer opens bulk connections."""
         return dataclasses.replace(self, bulk="off")
 
     @property

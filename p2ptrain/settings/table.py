@@ -96,7 +96,7 @@ class Settings:
         return dataclasses.replace(self, values=values, sources=sources, given=given, ticket=used)
 
     def with_tokenizer(self, identity: str, vocab_size: int) -> Settings:
-        """These settings, and the run's tokenizer, as the user's files and flags say."""
+        """These settings, with the run's tokenizer, which follows from the user's files and flags."""
         return dataclasses.replace(self, from_files={"tokenizer": identity, "vocab_size": vocab_size})
 
     def resolve_run(self, adopted: RunConfig | None) -> RunConfig:
@@ -119,13 +119,13 @@ class Settings:
             raise ConfigError(self._as_given(str(error))) from None
 
     def _as_given(self, text: str) -> str:
-        """A message on settings that do not go together, with flags, or the keys and variables that the user gave."""
+        """A message with field names replaced by the flag, variable or key that the user gave, or could give."""
         names = {s.field_name: self.sources[s.name] if self.explicit(s.name) else s.flag for s in RUN_SETTINGS}
         text = re.sub(rf"\b({'|'.join(names)}) = ", lambda found: f"{names[found[1]]} = ", text)
         return re.sub(r"(--\S+) = ", r"\1 ", text)
 
     def preset_differences(self, run: RunConfig) -> list[str]:
-        """What the chosen preset says otherwise than this run, as "NAME = the run's value"."""
+        """The settings in which this run differs from the chosen preset, as "NAME = the run's value"."""
         theirs = {s.name: getattr(run, s.field_name) for s in RUN_SETTINGS if self.from_preset(s.name)}
         return [f"{name} = {value!r}" for name, value in theirs.items() if value != self.values[name]]
 
@@ -189,7 +189,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
             continue
         values[name], sources[name] = setting.parse(given, source), source
     explicit = {name for name, source in sources.items() if source != DEFAULT}
-    # Pairs that the user gave come before a preset, whose outer optimizer may be for rounds.
+    # If the user chose pairs, their defaults come before a preset's, whose outer optimizer may be meant for rounds.
     if values["averaging"] == "pairwise":
         _imply(values, sources, "averaging pairwise", PAIR_DEFAULTS)
     if (preset := values[PRESET]) is not None:
@@ -209,7 +209,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
 def _imply(
     values: dict[str, Value], sources: dict[str, str], source: str, defaults: Mapping[str, str | int | float]
 ) -> None:
-    """Replace the values that nobody gave by these."""
+    """Use these values for the settings that still have their defaults."""
     for name, value in defaults.items():
         if sources[name] == DEFAULT:
             values[name], sources[name] = value, source

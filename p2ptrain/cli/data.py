@@ -1,4 +1,4 @@
-"""`p2ptrain data`: prepare token files, and say what is in them."""
+"""`p2ptrain data`: prepare token files, and describe them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from p2ptrain.cli.options import NumberRange
 
-# Guess: seconds between two lines on progress where there is no terminal for a bar.
+# Seconds between two lines on progress where no terminal can show a bar (guess).
 LINE_INTERVAL_S = 30.0
 
 

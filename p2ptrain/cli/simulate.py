@@ -92,7 +92,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """The given options, by the names of `Experiment.of`."""
+    """The options that were given, as arguments of `Experiment.of`."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
     for name in {"steps", "sync_every", "fragment_fraction"} & set(given):
         SETTINGS[name].parse(given[name], SETTINGS[name].flag)

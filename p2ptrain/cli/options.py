@@ -115,19 +115,13 @@ def _show_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
         context.exit()
 
 
-def takes(owner: type, *, typed: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add an option for each setting of the dataclass `owner`. Values are checked; lists stay text.
-
-    Args:
-        typed: whether click converts numbers, and reports what is not a number.
-    """
+def takes(owner: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add an option for each setting of the dataclass `owner`. Values are checked; lists stay text."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for setting in reversed(list(settings_of(owner))):
-            kind = setting.kind if typed and setting.kind is not tuple else str
             name, text, parse = setting.field_name, setting.help_with_default, functools.partial(_parse, setting)
-            option = click.option(setting.flag, name, type=kind, metavar=setting.metavar, help=text, callback=parse)
-            command = option(command)
+            command = click.option(setting.flag, name, metavar=setting.metavar, help=text, callback=parse)(command)
         return command
 
     return decorate
@@ -159,18 +153,15 @@ def settings_command(
             function(settings, **given)
 
         rare = frozenset(names).difference(common) if common else frozenset()
-        params: list[click.Parameter] = []
-        if rare:
-            text = "Show all options and exit."
-            params.append(
-                click.Option(
-                    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text
-                )
-            )
-        config, text = ["-c", "--config", "config_file"], "TOML file with settings; or set P2PTRAIN_CONFIG."
-        params.append(click.Option(config, metavar="FILE", help=text, shell_complete=complete_files))
+        name, text = ["-c", "--config", "config_file"], "TOML file with settings; or set P2PTRAIN_CONFIG."
+        config = click.Option(name, metavar="FILE", help=text, shell_complete=complete_files)
         # Values stay text here: `merge` converts and checks the values of all sources.
-        params += [_option(SETTINGS[name]) for name in names]
+        params: list[click.Parameter] = [config, *(_option(SETTINGS[name]) for name in names)]
+        if rare:
+            name, text = ["--help-all"], "Show all options and exit."
+            params.insert(
+                0, click.Option(name, is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text)
+            )
         if "initial_peers" in names:
             params.append(click.Argument(["ticket"], required=False, metavar="[TICKET]", callback=_check_ticket))
         epilog = EVERY_WAY.format(preset=" preset," if "preset" in names else "")

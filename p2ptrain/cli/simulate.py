@@ -26,7 +26,7 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
     "--fragment-fraction", type=float, metavar="P", help="Share of the weights sent at each step. [default: 0.02]"
 )
 @click.option("--set", "extra", multiple=True, metavar="NAME=VALUE", help="Any other run setting; repeatable.")
-@takes(Experiment, typed=True)
+@takes(Experiment)
 @click.option("--out", type=DIRECTORY, default="p2ptrain-simulation", metavar="DIR", help="Output directory.")
 def simulate(file: Path | None, out: Path, **options: Any) -> None:
     """Simulate a swarm in this process, in virtual time.

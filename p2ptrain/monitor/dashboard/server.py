@@ -1,13 +1,12 @@
 """Serves the page with uvicorn: static files, curves on request, all other state as server-sent events.
 
-It is read-only and loads nothing from other hosts. It answers requests for addresses of this machine, but not for
-unknown host names: otherwise a foreign web page could read it (DNS rebinding). Where other machines can reach it, it
-answers only browsers that have its token: the address that `showing` gives holds it, and the first request turns it
-into a cookie.
+The page is read-only and loads nothing from other hosts. It answers requests for addresses of this machine, but not
+for unknown host names: otherwise a foreign web page could read it (DNS rebinding). If other machines can reach it, a
+browser needs its token: the address that `showing` yields contains it, and the first request turns it into a cookie.
 
-uvicorn neither limits the time of a request's head nor makes room for new connections, so a few hundred that send half
-a request would lock out every browser. Here each has a deadline, and when all places are taken the connection that has
-waited longest without a whole request makes room for a new one.
+uvicorn neither limits the time of a request's head nor makes room for new connections, so a few hundred clients that
+send half a request would lock out every browser. Here each request has a deadline, and when all places are taken, the
+connection that has waited longest without a whole request is closed for a new one.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def _shown_host(host: str) -> str:
 
 @dataclass(frozen=True)
 class _Key:
-    """What a browser needs: the token, and the cookie that holds it. Cookies are shared by the ports of a host."""
+    """The token of a page, and the name of the cookie that holds it: the ports of a host share their cookies."""
 
     token: str
     cookie: str
@@ -214,7 +213,7 @@ async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> Asyn
 
 
 def _unlocked(request: Request, key: _Key, app: ASGIApp) -> ASGIApp:
-    """The answer to a request for a page that needs a key."""
+    """What answers a request for a page that needs a key: the page itself, if the browser has the key."""
     if key.opens(request.cookies.get(key.cookie, "")):
         return app
     if not key.opens(request.query_params.get("token", "")):
@@ -223,8 +222,8 @@ def _unlocked(request: Request, key: _Key, app: ASGIApp) -> ASGIApp:
         )
     if request.url.path != "/":
         return app
-    # To an address without the token, so that it is not in the history or in copied addresses. Lax, not strict: the
-    # address may be opened from a page of another site, such as a messenger.
+    # Redirect to an address without the token, so that the token is not in the history or in copied addresses. The
+    # cookie is lax, not strict, as users may open the address from another site, such as a messenger.
     opened = RedirectResponse("/", 303)
     opened.set_cookie(key.cookie, key.token, httponly=True, samesite="lax")
     return opened

@@ -134,7 +134,7 @@ def _traffic(swarm: SwarmView, peer: PeerView, now_s: float) -> dict[int, float]
 
 
 def _relayed(swarm: SwarmView) -> list[Json]:
-    """The pairs of linked peers without a direct connection, as one of the two says, and the relay between them."""
+    """The pairs of linked peers without a direct connection, as one of the two reports, with the relay between them."""
     pairs = {
         (min(number, other), max(number, other)): relay
         for number in swarm.linked

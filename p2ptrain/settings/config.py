@@ -95,8 +95,8 @@ class RunConfig:
     vocab_size: int = 98
     context: int = setting(0, CONTEXT, default_text="the model's",
         help="Tokens of a window: the model's longest sequence (block_size).",
-        why="Memory and computing of attention grow with its square. Models of transformers take no more than their "
-        "configuration says; your own models say theirs themselves.")
+        why="Memory and computing of attention grow with its square. Models of transformers allow what their "
+        "configuration says, at most; your own models set theirs.")
     total_steps: int = setting(2000, count(0, "(0: the run has no end)"), name="steps", default_text=FROM_MODEL,
         help="Length of the run in inner steps; 0 for no end.",
         why="2,000 steps of the demo model take a few minutes on a laptop. 20,000 for large ones (a guess: 1.3 billion "
@@ -106,7 +106,8 @@ class RunConfig:
         why="DiLoCo's. Muon was 0.19 nats better at the same bytes (simulated), but takes more computing.")
     lr: float = setting(3e-3, RATE, default_text=FROM_MODEL,
         help="Peak learning rate of the inner AdamW.",
-        why="0.003 for the demo model: tuned, with 50 steps of warm-up (simulated, k = 8). Others have their papers'.")
+        why="0.003 for the demo model: tuned, with 50 steps of warm-up (simulated, k = 8). The others have their "
+        "papers' rates.")
     # 0 means 4 x lr. The command line always sets it, as its default depends on the model.
     muon_lr: float = setting(0.0, MUON_RATE, default_text="from the model, 2 or 4 x --lr",
         help="Peak learning rate of Muon's matrices.",

@@ -15,6 +15,13 @@ _STDIN = Path("/dev/stdin")
 MAX_TEXT_BYTES = 2**20
 
 
+def reason_of(error: OSError | ValueError) -> str:
+    """Why a text file cannot be read, for a message. ValueError: it is not UTF-8, or its path has a null character."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not a text file"
+    return getattr(error, "strerror", None) or str(error)
+
+
 def open_file(path: Path) -> IO[bytes]:
     """Open a file to read. Raises OSError; also for a named pipe and a device, with a reason for messages."""
     mode = path.stat().st_mode

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.files import open_file, read_text, write_whole
+from p2ptrain.settings.files import open_file, read_text, reason_of, write_whole
 from p2ptrain.settings.run_key import RunKey, looks_like_key, warn_if_shared
 from p2ptrain.settings.setting import shortened
 from p2ptrain.settings.ticket import Ticket, looks_like_ticket, parse_ticket, ticket_text
@@ -156,11 +156,9 @@ def _read_file(name: str) -> list[str]:
             f"ticket or --initial-peers {name}: no such file, and not a ticket or an address; an address looks like "
             f"{EXAMPLE}"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise ConfigError(f"--initial-peers {name}: {reason}; give a file with one address per line") from error
-    except ValueError as error:
-        raise ConfigError(f"--initial-peers {name!r}: {error}; give an address or the path of a file") from error
+    except (OSError, ValueError) as error:
+        origin = f"--initial-peers {name if name.isprintable() else repr(name)}"
+        raise ConfigError(f"{origin}: {reason_of(error)}; give a file with one address per line") from error
     addresses = [line.partition("#")[0].strip() for line in lines]
     found = [_checked(address, name) for address in addresses if address]
     if not found:

@@ -27,10 +27,10 @@ MAX_ADDRESS_BYTES = 1024
 # With the longest run id, and all ids.
 MAX_CHARS = 4400
 _HAS_KEY, _HAS_FOUNDER, _IS_SHORT = 1, 2, 4
-# How the bytes of a peer id begin that is the SHA-256 of a key (multihash).
+# First bytes of a peer id that is the SHA-256 of a key (multihash).
 _SHA256 = b"\x12\x20"
 _USUAL_ADDRESS = re.compile(r"/ip4/(?P<host>[\d.]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<id>Qm\w{44})", re.ASCII)
-# Base32 has neither 0, 1, 8 nor 9; the digits 2 to 7 after the version cannot be told from it, so it has one digit.
+# The version has one digit: a second one could be of the base32 form, which has the digits 2 to 7.
 _VERSION = re.compile(r"p2pt(\d)", re.IGNORECASE)
 # The parts of an address by their numbers in a ticket, and what follows each; never renumber.
 _PARTS = {
@@ -58,7 +58,7 @@ class Ticket:
 
 
 def ticket_text(ticket: Ticket) -> str | None:
-    """The ticket as one word; None if it has no address of a form that fits into tickets. Others are left out."""
+    """The ticket as one word, with the addresses that fit into it; None if none fits."""
     if (short := _short_body(ticket)) is not None:
         return PREFIX + base32(short + checksum(PREFIX, short))
     ids: list[str] = []
@@ -83,7 +83,7 @@ def ticket_text(ticket: Ticket) -> str | None:
 def _short_body(ticket: Ticket) -> bytes | None:
     """Flags, run id (empty: the default), SHA-256 of the peer's key, IPv4 address and port; None if that is not all.
 
-    With the flag for a founder, it is this peer.
+    The flag for a founder says that this peer is the founder.
     """
     if len(ticket.addresses) != 1 or ticket.key is not None:
         return None

@@ -145,7 +145,7 @@ def _relayed(swarm: SwarmView) -> list[Json]:
 
 
 def _rounds_so_far(rounds: list[RoundView]) -> int:
-    """Number of committed rounds, from the last round's number: old rounds are not all in the event logs."""
+    """Number of committed rounds, from the number of the last one, as event logs do not keep all old rounds."""
     committed = [round_ for round_ in rounds if round_.status == "committed"]
     return 1 + max(committed, key=lambda round_: round_.t).round if committed else 0
 

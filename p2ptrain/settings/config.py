@@ -274,9 +274,10 @@ class RunConfig:
         fits = self.fragment_delay * share <= 1 + 1e-9
         rule = f"at most {1 / (share or 1):.0f} with fragment_fraction = {share:g}: more than a whole model would wait"
         self._check("fragment_delay", fits, rule)
-        for name, allowed in PAIRWISE_ALLOWS.items() if self.is_pairwise else ():
-            rule = f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'"
-            self._check(name, getattr(self, name) in allowed, rule)
+        if self.is_pairwise:
+            for name, allowed in PAIRWISE_ALLOWS.items():
+                rule = f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'"
+                self._check(name, getattr(self, name) in allowed, rule)
 
     def _check(self, name: str, ok: bool, rule: str) -> None:
         check(ok, name, getattr(self, name), rule)

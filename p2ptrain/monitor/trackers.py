@@ -19,7 +19,6 @@ from p2ptrain.settings.extras import require_extra
 
 logger = logging.getLogger(__name__)
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
 # Steps are averaged over this time: a fast model takes hundreds a second.
 MEAN_S = 2.0
 # Most events that wait for a slow tracker; further ones are lost.
@@ -37,7 +36,7 @@ class Backend(Protocol):
 
 
 def open_tracker(name: str, out: Path, run_id: str) -> Tracker:
-    """Open the tracker `name` of TRACKERS for the peer with this output directory.
+    """Open a tracker (`--log`) for the peer with this output directory.
 
     Raises ConfigError if its package is missing, or it cannot be opened. Blocks while wandb connects.
     """

@@ -116,15 +116,11 @@ def listen(page: PageConfig) -> socket.socket:
     """Take the port of a page. Raises ConfigError if it is in use, or the address does not belong to this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(page.host, page.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(
-            f"cannot serve the page on {page.host}: {error.strerror or error}; give an address of this machine"
-        ) from None
-    try:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=64, dualstack_ipv6=both)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        is_of_name = isinstance(error, socket.gaierror)
+        reason = os.strerror(error.errno) if error.errno and not is_of_name else error.strerror or str(error)
         raise ConfigError(
             f"cannot serve the page on {page.host}, port {page.port}: {reason}; choose another port (0: any free one), "
             "or an address of this machine"

@@ -13,7 +13,7 @@ from p2ptrain.cli.options import settings_command
 from p2ptrain.settings.table import NETWORK_SETTINGS, Settings
 
 DEFAULT_IDENTITY = Path("p2ptrain-bootstrap/identity.key")
-# Settings of a peer that joins a run; this node joins none.
+# Network settings that only matter to a peer that joins a run.
 OF_A_RUN = ("run_key", "founder", "anchor", "bulk", "bulk_port")
 # How often to check for Ctrl-C, in seconds.
 POLL_S = 0.2

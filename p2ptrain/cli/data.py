@@ -1,4 +1,4 @@
-"""`p2ptrain data`: prepare token files, and say what is in them."""
+"""`p2ptrain data`: prepare token files, and describe them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from p2ptrain.cli.options import NumberRange
 
-# Guess: seconds between two lines on progress where there is no terminal for a bar.
+# Seconds between two lines on progress where no terminal can show a bar (guess).
 LINE_INTERVAL_S = 30.0
 
 
@@ -47,7 +47,7 @@ def prepare(
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from p2ptrain.settings.cores import usable_cores
+    from p2ptrain.settings.machine import usable_cores
     from p2ptrain.training.data.prepare import Progress
     from p2ptrain.training.data.prepare import prepare as run
     from p2ptrain.training.data.token_info import describe

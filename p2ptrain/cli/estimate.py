@@ -14,7 +14,7 @@ from p2ptrain.settings.link import LINK_SETTINGS, Link, parse_params
 from p2ptrain.settings.presets import MODELS
 from p2ptrain.settings.table import SETTINGS, Settings
 
-# What decides the bytes of a round, of gossip and of joining.
+# The settings on which the bytes of a round, of gossip and of joining depend.
 OF_ROUNDS = ("sync_every", "round_codec", "round_density", "prune_fraction", "averaging")
 OF_GOSSIP = ("fragment_fraction", "fragment_codec", "topology", "fan_out")
 OF_OPTIMIZERS = ("outer_optimizer", "inner_optimizer", "inner_moments")
@@ -43,7 +43,7 @@ def estimate(settings: Settings, params: str | None, as_json: bool, **given: Any
     if params is not None and settings.sources["model"] == SETTINGS["model"].flag:
         raise ConfigError("--params and --model: each gives the number of parameters; leave one of them out")
     size = _count_parameters(settings) if params is None else parse_params(params, "--params")
-    # Only here, as numpy takes a moment, too.
+    # Imported late, as numpy takes a moment.
     from p2ptrain.monitor.estimate import advice, estimate_run, texts
 
     found = estimate_run(run, size, link)

@@ -27,9 +27,9 @@ from p2ptrain.training.output_dir import has_run
 if TYPE_CHECKING:
     from p2ptrain.network.lan import LanRun
 
-# Enough to know the machine by.
+# Addresses shown of a run: enough to recognize the machine.
 MAX_HOSTS = 3
-# Of a run's name, which may be longer.
+# A longer name of a run is cut.
 MAX_NAME_CHARS = 40
 WIDTH_OF_FILES = 160
 NONE_FOUND = 1  # as grep, and as kubectl for a name that it does not find
@@ -119,19 +119,19 @@ def choose_nearby(settings: Settings) -> Settings:
 
 
 def described(run: LanRun) -> str:
-    """A run in one line. All of it is safe to print, and none of it is certain."""
+    """A run in one line. It is safe to print, but nothing in it has been checked."""
     hosts = list(dict.fromkeys(address.split("/")[2] for address in run.addresses))[:MAX_HOSTS]
     parts = [f"model {run.model}"] if run.model else []
     if run.parameters:
         parts += [count(run.parameters, "parameter")]
     parts += [count(run.peers, "peer"), f"step {run.step:,}"] if run.peers else ["a bootstrap node"]
-    # Spaces could push the rest to where the next entry seems to begin.
+    # Many spaces could push the rest of the line to where it looks like the next entry.
     name = shown(" ".join(run.run_id.split()), MAX_NAME_CHARS)
     return f"run {name!r}: {', '.join(parts)}, at {' and '.join(hosts)}"
 
 
 def _ask(runs: Sequence[LanRun]) -> LanRun | None:
-    """The run that the user wants to join; None for one of the user's own."""
+    """The run that the user wants to join; None to start one."""
     click.echo("found on the local network:")
     if len(runs) == 1:
         click.echo(f"  {described(runs[0])}")
@@ -212,7 +212,7 @@ def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) 
 
 
 def _print_relayed(members: list[dict[str, Any]]) -> None:
-    """One line for each pair of members whose bulk bytes have no connection of their own, as one of the two says."""
+    """Print a line for each pair of members without a bulk connection, as one of the two reports."""
     told = {
         tuple(sorted((member["peer_id"], other))): relay
         for member in members
@@ -224,7 +224,7 @@ def _print_relayed(members: list[dict[str, Any]]) -> None:
 
 
 def _print_strikes(members: list[dict[str, Any]]) -> None:
-    """One line for each peer that a member has struck: the members say so, nobody checks it."""
+    """Print a line for each strike, as members report it; nobody checks it."""
     given = [(struck, member["peer_id"]) for member in members for struck in member["strikes"]]
     if given:
         click.echo("strikes of the last ten minutes:")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from p2ptrain.training.progress import TrainingProgress
 
 SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)]
-# What most people use.
+# The options that `--help` shows, as most people need no others.
 COMMON = (
     "run_id", "model", "steps", "lr", "sync_every", "initial_peers", "host_maddrs", "announce_maddrs", "run_key",
     "data", "batch_tokens", "device", "threads", "out", "dashboard",
@@ -33,7 +33,7 @@ COMMON = (
 
 
 class JoinCommand(SettingsCommand):
-    """Under torchrun rank 0 runs the command. The other ranks only parse it, and do what rank 0 tells them."""
+    """Under torchrun only rank 0 runs the command. The other ranks parse it, and then follow rank 0."""
 
     def invoke(self, ctx: click.Context) -> Any:
         launch = launch_of(os.environ)

@@ -1,4 +1,4 @@
-"""The command `p2ptrain`. User errors are one line that tells what to change, without a traceback."""
+"""The command `p2ptrain`. An error of the user is one line that says what to change, without a traceback."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def main() -> None:
     """Entry point of the command; ends the process."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("p2ptrain").setLevel(logging.INFO)
-    # It has a handler of its own: its lines, such as retries of a download, would appear twice.
+    # It has its own handler, so its lines (retries of a download) would appear twice.
     logging.getLogger("huggingface_hub").propagate = False
     # It warns of malformed packets, which any machine on the network can send.
     logging.getLogger("zeroconf").propagate = False
@@ -96,7 +96,7 @@ def main() -> None:
         cli.main(prog_name="p2ptrain", standalone_mode=False)
     except click.UsageError as error:
         if rank:
-            return  # rank 0 was given the same, and says it
+            return  # rank 0 has the same arguments, and reports it
         # click gives no context if an option of a command lacks its value.
         names = [name for name in sys.argv[1:2] if name in cli.commands]
         command = error.ctx.command_path if error.ctx else " ".join(["p2ptrain", *names])

@@ -24,14 +24,14 @@ IN_PROCESS_LIST = (
     "warning: the ticket holds the run key, and other users of this machine can see it in the list of processes; put "
     "it into a file that only you can read (chmod 600), and give the file instead"
 )
-# In a context's `meta`: whether all options are shown.
+# Key in a click context's `meta`: whether all options are shown.
 HELP_ALL = "p2ptrain.help_all"
 TICKET_HELP = "Ticket that `p2ptrain join` printed, a file that holds one, or an initial peer."
-# Of a word that is no ticket: it may be a part of one.
+# A refused word may be a part of a ticket, so messages show only its first characters.
 MAX_SHOWN_CHARS = 12
-# Of a command that asks the peers of a run without being a member.
+# Settings of the commands that ask the peers of a run without joining it.
 OBSERVING = ("run_id", "initial_peers", "run_key", "identity", "host_maddrs", "startup_timeout_s")
-# What nanoGPT's and transformers' trainers call these settings: near spellings would suggest unrelated ones.
+# What nanoGPT's and transformers' trainers call these settings; the nearest spelling would be an unrelated one.
 OTHER_NAMES = {
     "batch_size": "batch_tokens", "block_size": "context", "dataset": "data", "eval_interval": "eval_every",
     "eval_iters": "eval_tokens", "gradient_accumulation_steps": "micro_batch", "learning_rate": "lr",
@@ -42,7 +42,7 @@ OTHER_NAMES = {
 
 
 class NumberRange(click.FloatRange):
-    """A range without nan, which click takes for a number of any range."""
+    """A range that refuses nan, which click takes for a number of any range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -55,7 +55,7 @@ class SettingsCommand(click.Command):
     """A command whose help shows its settings in sections, and whose errors show no part of a ticket or a key.
 
     Attributes:
-        rare: the options that only `--help-all` shows, where there is one.
+        rare: the options that only `--help-all` shows; empty if the command has no `--help-all`.
     """
 
     rare: frozenset[str] = frozenset()
@@ -73,7 +73,7 @@ class SettingsCommand(click.Command):
         except click.UsageError:
             if all(without_secrets(word) == word for word in given):
                 raise
-            # A ticket that a messenger has broken: its parts are taken for other arguments.
+            # A messenger has broken a ticket into parts, and click takes them for other arguments.
             raise click.UsageError(
                 "write the ticket as one word, without spaces and line breaks, and nothing beside it but options", ctx
             ) from None
@@ -99,7 +99,7 @@ class SettingsCommand(click.Command):
 
 
 def _check_ticket(context: click.Context, parameter: click.Parameter, word: str | None) -> str | None:
-    """The ticket, or what `--initial-peers` takes. Raises UsageError on words that are nothing of this."""
+    """The word, if it can be a ticket, an address or a file. Raises UsageError if not."""
     # A Path would raise if the word is too long for a name.
     is_place = word is not None and (bool(set(word) & set("/.")) or os.path.isfile(word))
     if word is None or is_place or looks_like_ticket(word) or looks_like_key(word):
@@ -115,19 +115,13 @@ def _show_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
         context.exit()
 
 
-def takes(owner: type, *, typed: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add an option for each setting of the dataclass `owner`: checked, None where it is not given, a list as text.
-
-    Args:
-        typed: whether click converts numbers, and says what is none.
-    """
+def takes(owner: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add an option for each setting of the dataclass `owner`. Values are checked; lists stay text."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for setting in reversed(list(settings_of(owner))):
-            kind = setting.kind if typed and setting.kind is not tuple else str
             name, text, parse = setting.field_name, setting.help_with_default, functools.partial(_parse, setting)
-            option = click.option(setting.flag, name, type=kind, metavar=setting.metavar, help=text, callback=parse)
-            command = option(command)
+            command = click.option(setting.flag, name, metavar=setting.metavar, help=text, callback=parse)(command)
         return command
 
     return decorate
@@ -140,10 +134,10 @@ def _parse(setting: Setting, context: click.Context, parameter: click.Parameter,
 def settings_command(
     *names: str, common: Collection[str] = (), kind: type[SettingsCommand] = SettingsCommand
 ) -> Callable[[Callable[..., None]], SettingsCommand]:
-    """Make a command with `-c` and an option for each of these settings; its function is called with `settings`.
+    """Make a command with `-c` and an option for each named setting, which calls its function with `settings`.
 
     Args:
-        common: the settings that `--help` shows, while `--help-all` shows all; empty: `--help` shows all.
+        common: the settings that `--help` shows if `--help-all` is to show all; empty: `--help` shows all.
     """
 
     def decorate(function: Callable[..., None]) -> SettingsCommand:
@@ -159,18 +153,15 @@ def settings_command(
             function(settings, **given)
 
         rare = frozenset(names).difference(common) if common else frozenset()
-        params: list[click.Parameter] = []
-        if rare:
-            text = "Show all options and exit."
-            params.append(
-                click.Option(
-                    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text
-                )
-            )
-        config, text = ["-c", "--config", "config_file"], "TOML file with settings; or set P2PTRAIN_CONFIG."
-        params.append(click.Option(config, metavar="FILE", help=text, shell_complete=complete_files))
+        name, text = ["-c", "--config", "config_file"], "TOML file with settings; or set P2PTRAIN_CONFIG."
+        config = click.Option(name, metavar="FILE", help=text, shell_complete=complete_files)
         # Values stay text here: `merge` converts and checks the values of all sources.
-        params += [_option(SETTINGS[name]) for name in names]
+        params: list[click.Parameter] = [config, *(_option(SETTINGS[name]) for name in names)]
+        if rare:
+            name, text = ["--help-all"], "Show all options and exit."
+            params.insert(
+                0, click.Option(name, is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text)
+            )
         if "initial_peers" in names:
             params.append(click.Argument(["ticket"], required=False, metavar="[TICKET]", callback=_check_ticket))
         epilog = EVERY_WAY.format(preset=" preset," if "preset" in names else "")

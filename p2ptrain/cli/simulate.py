@@ -20,13 +20,11 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--steps", type=int, metavar="N", help="Length of the run in inner steps. [default: 600]")
-@click.option("--sync-every", type=int, metavar="H", help="Inner steps between two rounds. [default: 100]")
-@click.option(
-    "--fragment-fraction", type=float, metavar="P", help="Share of the weights sent at each step. [default: 0.02]"
-)
+@click.option("--steps", metavar="N", help="Length of the run in inner steps. [default: 600]")
+@click.option("--sync-every", metavar="H", help="Inner steps between two rounds. [default: 100]")
+@click.option("--fragment-fraction", metavar="P", help="Share of the weights sent at each step. [default: 0.02]")
 @click.option("--set", "extra", multiple=True, metavar="NAME=VALUE", help="Any other run setting; repeatable.")
-@takes(Experiment, typed=True)
+@takes(Experiment)
 @click.option("--out", type=DIRECTORY, default="p2ptrain-simulation", metavar="DIR", help="Output directory.")
 def simulate(file: Path | None, out: Path, **options: Any) -> None:
     """Simulate a swarm in this process, in virtual time.
@@ -92,10 +90,10 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """The given options, by the names of `Experiment.of`."""
+    """The options that were given, as arguments of `Experiment.of`."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
     for name in {"steps", "sync_every", "fragment_fraction"} & set(given):
-        SETTINGS[name].parse(given[name], SETTINGS[name].flag)
+        given[name] = SETTINGS[name].parse(given[name], SETTINGS[name].flag)
     for text in given.pop("extra", ()):
         name, found, value = text.partition("=")
         if not found:

@@ -1,8 +1,7 @@
 """What a run will cost on a link, before it starts: a round, gossip, a joiner's state, memory. Pure.
 
-Bytes are those of the run's own codecs, averaging strategy and topology. Seconds are computed from the link that the
-user describes, and all peers are taken to have such a link. tests/monitor/test_estimate.py compares them with
-measured rounds.
+Bytes are those of the run's own codecs, averaging strategy and topology. Seconds follow from the link that the user
+describes, if all peers have the same. tests/monitor/test_estimate.py compares them with measured rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from p2ptrain.settings.link import UNITS, Link
 # From due to landed: four from the Call (protocol/test_rounds.py::test_a_round_takes_four_round_trips_from_its_call),
 # and one until enough voters are known to be due.
 ROUND_TRIPS = 5
-# Of a pairwise step: a pause of at most four, two on average; and two from the first offer
+# The same of a pairwise step: a pause of at most four, two on average; and two from the first offer
 # (protocol/test_pairwise.py::test_a_pairwise_step_takes_two_round_trips_from_its_offer).
 PAIR_ROUND_TRIPS = 4
 # Snapshot, encoding, hashing, averaging and the outer step: about a second for 25M parameters on one busy core
@@ -43,15 +42,15 @@ COMPUTE_S = 1 / 25e6
 # A TCP connection begins with ten segments (RFC 6928) and doubles its window in each round trip. It begins anew after a
 # pause, as between two rounds.
 FIRST_WINDOW_BYTES = 14_600
-# CPU time of a push as `PushPace` counts it, and of each byte in it: 3.0 ms for a fragment of 22 kB, 7.8 ms for 131 kB
-# (docs/log/, "what a push costs").
+# CPU time of a push, as `PushPace` counts it, and of each of its bytes: 3.0 ms for a fragment of 22 kB, 7.8 ms for
+# 131 kB (docs/log/, "what a push costs").
 PUSH_S, PUSH_BYTE_S = 2.5e-3, 30e-9
-# In units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: what a round
-# adds at most (3.66 x measured at 124M, int8, docs/evidence/benchmarks.md), in host memory even when training on a GPU.
+# Memory, in units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: the most
+# that a round adds (3.66 x measured at 124M, int8, docs/evidence/benchmarks.md), in host memory even with a GPU.
 AT_REST, IN_A_ROUND = 4.0, 3.7
 # Memory of a peer with the demo model (measured: 421 MB), nearly all of it libraries.
 LIBRARIES_BYTES = 420_000_000
-# What we advise. docs/use/choosing.md gives a quarter of the slower direction of a link to gossip. A change that saves
+# Gossip should take at most a quarter of the slower direction of a link (docs/use/choosing.md). A change that saves
 # less than a tenth of a round is not advised.
 SHARE_OF_LINK, NOTABLY = 0.25, 0.9
 # The next codec to try, from those that did not raise the loss (docs/use/choosing.md).
@@ -69,7 +68,8 @@ class Estimate:
         transfer_s, round_trips_s, compute_s: the parts of a round's seconds.
         interval_s: from one round to the next.
         fragment_bytes: of one fragment.
-        push_every_s: from one push to the next: the steps that share it, or more if the gossip budget requires it.
+        push_every_s: from one push to the next: the time of the steps that share one, or more if the gossip budget
+            requires it.
         gossip_bytes_s: of fragments, out; in as many come on average.
         state_bytes, joining_s: what a joiner downloads, and how long that takes.
         at_rest_bytes: weights, gradients and AdamW's moments, in the GPU's memory if there is one.
@@ -116,7 +116,7 @@ def in_a_round_bytes(params: int, vectors: int = 0) -> int:
 
 
 def vectors_more(run: RunConfig) -> int:
-    """Vectors that this run needs beyond IN_A_ROUND: one in pairs; error buffers before and after a round."""
+    """Vectors that this run needs beyond IN_A_ROUND: one for pairs, or two error buffers (before and after a round)."""
     return 1 if run.is_pairwise else 2 if gradient_codec(run).error_decay else 0
 
 
@@ -184,7 +184,7 @@ def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int
 
 
 def taken_over_bytes(run: RunConfig, num_blocks: int, members: int) -> int:
-    """What a peer downloads of a round of so many members: the mean, or all that it is made of. Pairs have none."""
+    """What a peer downloads of a round of so many members: the mean, or all gradients in it; 0 for pairs."""
     if run.is_pairwise:
         return 0
     if averaging_of(run).reduces:
@@ -193,7 +193,7 @@ def taken_over_bytes(run: RunConfig, num_blocks: int, members: int) -> int:
 
 
 def transfer_s(size_bytes: int, rate_bytes_s: float, rtt_s: float, connections: int) -> float:
-    """Seconds until so many bytes have passed a link, over connections that begin slowly (see `FIRST_WINDOW_BYTES`)."""
+    """Seconds to move so many bytes over a link, on connections that start slowly (see `FIRST_WINDOW_BYTES`)."""
     window, left, seconds = float(FIRST_WINDOW_BYTES * connections), float(size_bytes), 0.0
     while window < min(left, rate_bytes_s * rtt_s):
         left, window, seconds = left - window, 2 * window, seconds + rtt_s
@@ -223,7 +223,7 @@ def codecs_of(run: RunConfig, link: Link) -> str:
 
 
 def receivers(run: RunConfig, peers: int) -> int:
-    """How many peers get each fragment: in pairs and groups, where one may be left over, at most."""
+    """The most peers that get a fragment; with pairs and groups one peer may be left over."""
     own, *others = (str(i) for i in range(peers))
     rng = random.Random(0)
     return max(
@@ -249,10 +249,10 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
     is_too_large = found.fragment_bytes > MAX_PAYLOAD_BYTES
     slower_bytes_s, slower = _slower(link)
     if is_too_large or found.gossip_bytes_s > SHARE_OF_LINK * slower_bytes_s:
-        # At every step, so that it holds with a larger gossip budget too.
+        # Computed for a push at every step, so that it also holds with a larger gossip budget.
         allowed = SHARE_OF_LINK * slower_bytes_s * link.step_s / receivers(run, link.peers)
         most = run.fragment_fraction * min(MAX_PAYLOAD_BYTES, allowed) / found.fragment_bytes
-        # One digit, rounded down; 1e-9 is for a fraction that is one digit already, but for its last bits.
+        # One digit, rounded down. The factor keeps a fraction that is one digit already, except for its last bits.
         digit = Context(prec=1, rounding=ROUND_DOWN).create_decimal(most * (1 + 1e-9))
         too_large = (
             f"a fragment of {size(found.fragment_bytes)} does not fit into a frame of {size(MAX_PAYLOAD_BYTES)}, and "
@@ -322,7 +322,7 @@ def _slower(link: Link) -> tuple[float, str]:
 
 
 def _joins(members: int) -> dict[str, Join]:
-    """So many members that are all linked, at the same rate."""
+    """The records of so many members that are all linked, at the same rate."""
     names = tuple(f"{i:04}" for i in range(members))
     attempt = Attempt(0, names[0], "")
     return {name: Join("", 0, attempt, "", "", True, 0, 0, 0, 1.0, 1.0, names, False, None, None) for name in names}

@@ -1,7 +1,7 @@
 """The live view of `p2ptrain join`: progress of this peer, and what every other peer does now.
 
 A view is a metrics sink: it receives this peer's events on any thread, and draws frames for the thread that shows them
-(`terminal`). The trainer says the time left; the state of other peers comes from their heartbeats, through the peer.
+(`terminal`). The trainer gives the time left. The state of other peers comes from their heartbeats, through the peer.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ SPEED_WINDOW_S = 60.0
 
 
 class LiveView:
-    """The live view of one peer. `write`, `follow` and what begins with `say` may be called from any thread.
+    """The live view of one peer. `write`, `follow` and the `say_` methods may be called from any thread.
 
     Attributes:
-        drawing: what `open_terminal` shows; it begins with the first status and ends when the peer has left.
+        drawing: the argument for `open_terminal`; begins with the first status and ends when the peer has left.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
@@ -68,8 +68,6 @@ class LiveView:
         self._steps: deque[tuple[float, int]] = deque()
         self._left_s: float | None = None
         self.drawing = Drawing(self.frame)
-
-    # --- events -------------------------------------------------------------------------------------------------
 
     def write(self, event: str, /, **fields: Any) -> None:
         """Process one event of the peer."""
@@ -103,7 +101,7 @@ class LiveView:
         self.drawing.update()
 
     def say_time_left(self, left_s: float | None) -> None:
-        """Show from now on that the run ends in so many seconds; None: not known."""
+        """From now on show that the run ends in so many seconds; None: unknown."""
         with self._lock:
             self._left_s = left_s
 
@@ -112,8 +110,6 @@ class LiveView:
             self._steps.append((now, step))
         while now - self._steps[0][0] > SPEED_WINDOW_S:
             self._steps.popleft()
-
-    # --- frames -------------------------------------------------------------------------------------------------
 
     def frame(self, width: int, height: int) -> RenderableType:
         """Draw the current state for a terminal of `width` columns and `height` lines."""
@@ -146,7 +142,7 @@ class LiveView:
         return max(0, last - first) / (now - began_s)
 
     def _lines(self, width: int) -> Iterator[Text]:
-        """The lines about this peer so far."""
+        """The lines about this peer, as far as its numbers are known."""
         me = self._me
         if me.own_steps:
             losses = [("loss", me.loss), ("held-out", me.held_out_loss)]
@@ -181,7 +177,7 @@ def _row(other: PeerStatus) -> Row:
         "steps/s": f"{other.speed:.1f}" if other.speed else "",
         "round trip": f"{1e3 * other.rtt_s:.0f} ms",
     }
-    # Its status is only text; a peer with a speed trains.
+    # The status is only text, so the speed shows whether it trains.
     state = PeerState.TRAINING if other.speed else PeerState.JOINING
     return Row(short_id(other.peer_id), other.status, state, numbers)
 

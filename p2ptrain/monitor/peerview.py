@@ -14,15 +14,15 @@ from p2ptrain.protocol.event_log.events import Event
 
 # More than the columns of a screen.
 MOST_POINTS = 2048
-# The newest points are never averaged: users look at them most closely.
+# The newest points are not averaged, as users look at them most closely.
 FRESH_POINTS = 512
 # Window of speeds in seconds: long enough to be readable, short enough to show a change.
 RECENT_S = 4.0
-# Bound on the steps of that window: another peer says at what times it made them.
+# Bound on the steps in that window, as their times come from another peer.
 MOST_RECENT = 1024
 # Factor of the exponential moving average of the loss, per step.
 SMOOTHING = 0.98
-# Bound on counted reasons; there are ten.
+# Bound on the reasons that are counted, as they come from other peers; there are ten.
 MOST_REASONS = 512
 
 
@@ -75,7 +75,7 @@ class PeerState(enum.Enum):
 
 
 class _Step(NamedTuple):
-    """One event of a step, or of `steps` that the event log merged; `seconds`: since the last step or evaluation."""
+    """A step, or `steps` that the event log merged into one event; `seconds`: since the last step or evaluation."""
 
     t: float
     tokens: int
@@ -155,7 +155,7 @@ class PeerView:
 
     @property
     def doing(self) -> str:
-        """Its activity as text: its own description while it trains."""
+        """What it does, as text: while it trains, its own description."""
         return self.status if self.state is PeerState.TRAINING and self.status else self.state.value
 
     @property
@@ -164,7 +164,7 @@ class PeerView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed over the last seconds, without those of evaluations; 0 if unknown."""
+        """Speed over the last seconds, not counting evaluations; 0 if unknown."""
         if not self.is_up or len(self._recent) < 2:
             return 0.0
         recent = list(self._recent)[1:]
@@ -213,7 +213,7 @@ class PeerView:
                 self.spread = self.spread if event["spread"] is None else event["spread"]
                 self.round_bytes += event["bytes_sent"]
             case "eval":
-                self._trained_t = event["t"]  # what went before was no training
+                self._trained_t = event["t"]  # the time before it was not training
                 if event["loss"] is not None:
                     self.held_out.add(event["t"], event["loss"])
             case "peers":

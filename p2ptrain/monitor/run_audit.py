@@ -53,7 +53,7 @@ class RoundTable:
     by_key: dict[Key, RoundView] = field(default_factory=dict)
 
     def note(self, peer: Hashable, event: Event) -> RoundView:
-        """Add a `round` or `adopt` event of a peer, and return its round."""
+        """Add a `round` or `adopt` event of a peer. Returns the round that it belongs to."""
         key = (event["lineage"], event["round"])
         round_ = self.by_key.setdefault(key, RoundView(*key, event["t"]))
         if event["event"] == "round" and event["status"] == "skipped":
@@ -162,8 +162,6 @@ class RunAudit:
         if join is not None and not event.get("founded"):
             join.state_s = event["t"] - join.started_s
             self.joins.append(join)
-
-    # --- results --------------------------------------------------------------------------------------------------
 
     @property
     def committed(self) -> list[RoundView]:

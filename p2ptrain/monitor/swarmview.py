@@ -1,7 +1,7 @@
 """The state of all peers together: rounds, correlation and notices.
 
-The demo shows it on a terminal, and tells it which peers it starts and kills. The dashboard shows it in a browser, and
-tells it what an observer sees. Memory is bounded.
+The demo shows it on a terminal, and reports which peers it starts and kills. The dashboard shows it in a browser, and
+gives it what an observer sees. Memory is bounded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_ROUNDS = 1500
 MOST_NOTICES = 1000
 MOST_SAMPLED = 256
 MOST_CORRELATIONS = 2048
-# Observed peers to remember, with their curves; beyond that the peer that has been gone for longest is forgotten.
+# Most observed peers to remember, with their curves. Then the peer that has been gone for longest is forgotten.
 MOST_PEERS = 256
 Values = npt.NDArray[np.float32]
 
@@ -79,7 +79,7 @@ class SwarmView:
 
     Attributes:
         began_s: start of the view, in seconds since the epoch; times of notices are relative to it.
-        total_steps: length of the run; 0 until a peer says it.
+        total_steps: length of the run; 0 until a peer has reported it.
         peers: by number, in order of appearance.
         rounds: rounds that were applied or skipped.
         notices: lines for the user, in the order in which their events arrived.
@@ -108,8 +108,6 @@ class SwarmView:
     _samples: dict[int, dict[int, tuple[float, Values]]] = field(default_factory=dict)
     _correlations: dict[int, Correlation] = field(default_factory=dict)
 
-    # --- from the owner of the view -------------------------------------------------------------------------------
-
     def add_notice(self, now_s: float, text: str, tone: Tone = Tone.PLAIN) -> None:
         self.notices.append(Notice(self._next_notice, now_s - self.began_s, text, tone))
         self._next_notice += 1
@@ -125,8 +123,6 @@ class SwarmView:
         self.peers[number].state = PeerState.KILLED
         self.killed_at = (number, now_s)
         self.add_notice(now_s, f"peer {number} killed (SIGKILL) at step {self.step:,}", Tone.BAD)
-
-    # --- from an observer -----------------------------------------------------------------------------------------
 
     def observe(self, view: View, now_s: float) -> None:
         """Add the next view of an observer; `now_s` in seconds since the epoch."""
@@ -151,7 +147,7 @@ class SwarmView:
     def _observed(self, peer_id: str, present: Collection[str]) -> PeerView:
         if peer_id not in self.numbers:
             if len(self.numbers) >= MOST_PEERS:
-                # A view has fewer members than are remembered.
+                # Some are absent, as a view has fewer members than MOST_PEERS.
                 absent = [peer for peer in self.peers.values() if peer.peer_id not in present]
                 oldest = min(absent, key=lambda peer: (peer.number in self.linked, peer.heard_t, peer.number))
                 del self.peers[oldest.number], self.numbers[oldest.peer_id]
@@ -173,8 +169,6 @@ class SwarmView:
         else:
             peer.state = PeerState.GONE
             self.add_notice(now_s, f"{peer.name} is gone at step {peer.step:,}: connection lost", Tone.BAD)
-
-    # --- from the peers -------------------------------------------------------------------------------------------
 
     def apply(self, number: int, event: Event) -> None:
         """Process the next event of a peer."""
@@ -250,8 +244,6 @@ class SwarmView:
         if len(self._correlations) > MOST_CORRELATIONS:
             for old in sorted(self._correlations)[: MOST_CORRELATIONS // 2 : 2]:
                 del self._correlations[old]
-
-    # --- results --------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:

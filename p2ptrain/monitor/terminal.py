@@ -27,10 +27,10 @@ from rich.text import Text
 from p2ptrain.monitor.peerview import PeerState
 
 MAX_BAR = 120
-# Width of a text such as "round 1234: fetching the mean". Columns of numbers leave it at least LEAST_DOING, and a fifth
-# of the terminal.
+# Width of the column "doing", for a text such as "round 1234: fetching the mean". Columns of numbers leave it at least
+# LEAST_DOING, and a fifth of the terminal.
 DOING, LEAST_DOING = 28, 16
-# Least width of a number, so that columns stay in place while it grows.
+# Least width of a column of numbers, so that it stays in place while they grow.
 MIN_NUMBER = 5
 GAP = 2
 STATE_STYLES = {
@@ -75,15 +75,15 @@ class Drawing:
 
 
 def is_worth_it(console: Console, environ: Mapping[str, str]) -> bool:
-    """Whether a live view makes sense: a terminal that can draw; not CI, a pipe or TERM=dumb."""
+    """Whether to show a live view: on a terminal that can draw, but not in CI, a pipe or with TERM=dumb."""
     return console.is_terminal and not console.is_dumb_terminal and not environ.get("CI")
 
 
 @contextmanager
 def open_terminal(console: Console, drawing: Drawing) -> Iterator[Terminal]:
-    """Show `drawing` until the block is left or it has ended; the last lines and the last frame stay.
+    """Show `drawing` until it has ended or the block is left; the last frame stays.
 
-    Meanwhile log records for the same terminal are written above the frame.
+    Log records for the same terminal are written above the frame.
     """
     terminal = Terminal(console, drawing)
     root = logging.getLogger()
@@ -110,7 +110,7 @@ class Terminal:
     def say(self, text: str, style: str = "") -> None:
         """Write a line above the frame, from any thread. The terminal wraps long lines, so they can be copied.
 
-        Once nothing changes any more, the line comes below the last frame: waits until that is drawn.
+        Once the drawing has ended, this waits for the last frame, and writes the line below it.
         """
         if self._drawing.ended.is_set() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -191,7 +191,7 @@ def _is_terminal(handler: logging.Handler) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """One peer in the table: its name, what it does in words, its state for the colour, and its numbers by column."""
+    """One peer in the table. `state` chooses the colour of `doing`; `numbers` are by column."""
 
     name: str
     doing: str

@@ -19,10 +19,9 @@ from p2ptrain.settings.extras import require_extra
 
 logger = logging.getLogger(__name__)
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
 # Steps are averaged over this time: a fast model takes hundreds a second.
 MEAN_S = 2.0
-# Events that wait for a slow tracker; the newest are lost beyond it.
+# Most events that wait for a slow tracker; further ones are lost.
 MAX_WAITING = 1000
 CLOSE_S = 10.0
 
@@ -30,14 +29,14 @@ Values = dict[str, float]
 
 
 class Backend(Protocol):
-    """What a tracker's library does."""
+    """The library of a tracker."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 def open_tracker(name: str, out: Path, run_id: str) -> Tracker:
-    """Open the tracker `name` of TRACKERS for the peer with this output directory.
+    """Open a tracker (`--log`) for the peer with this output directory.
 
     Raises ConfigError if its package is missing, or it cannot be opened. Blocks while wandb connects.
     """
@@ -67,7 +66,7 @@ class Tracker:
             self._errors.note("the tracker does not keep up; figures are lost", queue.Full())
 
     def close(self) -> None:
-        """Give it what waits. Blocks for up to twice CLOSE_S. May be called twice."""
+        """Log the events that still wait. Blocks for up to twice CLOSE_S. May be called twice."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._queue.put((_END, {}), timeout=CLOSE_S)
@@ -92,7 +91,7 @@ _END = "end of the events"
 
 
 class Figures:
-    """Makes numbers by step from a peer's events. Pure: the caller gives the time."""
+    """Turns a peer's events into numbers by step. Pure: the caller gives the time."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -103,12 +102,12 @@ class Figures:
         self._held_s = 0.0
 
     def of(self, event: str, fields: Mapping[str, Any], now: float) -> list[tuple[int, Values]]:
-        """The numbers that an event brings, each with its step; `now` in seconds of any clock."""
+        """The numbers to log for an event, with their step; `now` in seconds of any clock."""
         match event:
             case "step":
                 return self._of_step(fields, now)
             case "eval":
-                # The time since the last step was no training.
+                # The time since the last step was not training.
                 self._since_s += now - self._trained_s
                 self._trained_s = now
                 if not isinstance(fields.get("loss"), (int, float)):
@@ -170,14 +169,14 @@ class _TensorBoard:
 
 
 class _WandbLike:
-    """Weights & Biases, and Trackio, which has the same functions. Peers of a run are one group."""
+    """Weights & Biases, or Trackio, which has the same functions. The peers of a run are one group."""
 
     def __init__(self, name: str, out: Path, run_id: str) -> None:
         self._library = importlib.import_module(name)
         self._library.init(project="p2ptrain", group=run_id, name=out.resolve().name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        # Their steps may not go back; those of a run may, after a round.
+        # As a value, because their own step may not go back; a peer's step may, after a round.
         self._library.log({**values, "step": step})
 
     def close(self) -> None:

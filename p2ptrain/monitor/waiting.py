@@ -1,4 +1,4 @@
-"""Says what a command waits for, once that has taken a second."""
+"""Logs what a command waits for, if that takes more than a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
-# Most waits are shorter, and need no words (guess).
+# Most waits are shorter, and need no message (guess).
 SAY_AFTER_S = 1.0
 
 

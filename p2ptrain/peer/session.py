@@ -32,7 +32,7 @@ from p2ptrain.protocol.node.config import LocalPolicy, RunSpec
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig, agrees
-from p2ptrain.settings.cores import usable_cores
+from p2ptrain.settings.machine import usable_cores
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import outcome
 import trio
 
-from p2ptrain.settings.cores import usable_cores
+from p2ptrain.settings.machine import usable_cores
 
 T = TypeVar("T")
 

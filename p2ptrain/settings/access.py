@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.files import open_file
+from p2ptrain.settings.files import open_file, reason_of
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.peer_id import is_peer_id
 from p2ptrain.settings.run_key import without_secrets
@@ -20,19 +20,11 @@ logger = logging.getLogger(__name__)
 
 # Some 20,000 ids; a larger file is probably another one.
 MAX_FILE_BYTES = 1024 * 1024
-# Why a machine refuses a peer, in words for that peer, which recognizes them.
+# Reasons that a refused peer is told. It recognizes them.
 DENIED = "this peer is on its deny list"
 NOT_ALLOWED = "this peer is not on its allow list"
+REMEDY = "give a file with one peer id per line"
 EXAMPLE = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-
-
-def is_settled(content: bytes, last: bytes) -> bool:
-    """Whether a file's content may be used: the previous read found the same.
-
-    Many editors empty a file and then write it. A read in between finds nothing, or the first half: an empty allow
-    list would close every link.
-    """
-    return content == last
 
 
 class PeerIdFile:
@@ -71,7 +63,9 @@ class PeerIdFile:
             last, self._last = self._last, self._read()
             if self._last == self._used and not self._complaint:
                 return
-            if not is_settled(self._last, last):
+            # Many editors empty a file and then write it. A read in between finds nothing, or the first half, and an
+            # empty allow list would close every link.
+            if self._last != last:
                 return
             self.ids = self._parse(self._last)
         except ConfigError as error:
@@ -81,23 +75,17 @@ class PeerIdFile:
             return
         self._used, self._complaint = self._last, ""
         added, removed = len(self.ids - before), len(before - self.ids)
-        logger.info("%s %s: read again, %d added, %d removed", self._flag, self._name, added, removed)
+        logger.info("%s: read again, %d added, %d removed", self.origin, added, removed)
 
     def _read(self) -> bytes:
         """The content. All of it is compared with the previous content, as files' times are coarse."""
         try:
             with open_file(Path(self._name)) as file:
                 content = file.read(MAX_FILE_BYTES + 1)
-        except (OSError, ValueError) as error:  # ValueError: a null character in the path
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                f"{self._flag} {shortened(self._name)}: {reason}; give a file with one peer id per line"
-            ) from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._flag} {shortened(self._name)}: {reason_of(error)}; {REMEDY}") from error
         if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{self._flag} {self._name}: has more than {MAX_FILE_BYTES:,} bytes; give a file with one peer id per "
-                "line"
-            )
+            raise ConfigError(f"{self.origin}: has more than {MAX_FILE_BYTES:,} bytes; {REMEDY}")
         return content
 
     def _parse(self, content: bytes) -> frozenset[str]:
@@ -106,7 +94,7 @@ class PeerIdFile:
             text = line.partition("#")[0].strip()
             if text and not is_peer_id(text):
                 raise ConfigError(
-                    f"{self._flag} {self._name}, line {number}: {shortened(text)} is not a peer id; write only the id, "
+                    f"{self.origin}, line {number}: {shortened(text)} is not a peer id; write only the id, "
                     f"as `p2ptrain peers` shows it, such as {EXAMPLE}"
                 )
             ids.add(text)
@@ -145,7 +133,7 @@ class Access:
         return bool(self._files)
 
     def refusal(self, peer_id: str) -> str | None:
-        """Why this machine refuses a peer, in words for that peer; None if it does not."""
+        """The reason for which this machine refuses a peer, as that peer is told; None if it does not."""
         if self._deny is not None and peer_id in self._deny.ids:
             return DENIED
         if self._allow is not None and peer_id not in self._allow.ids:

@@ -32,15 +32,15 @@ from p2ptrain.settings.setting import (
 
 PROTOCOL_VERSION = 1
 
-# The meaning of a setting that a peer leaves out, if that is not its default. When a default changes, its old value is
-# added here; so is what older versions do, for a new setting that is not off by default. Entries never change.
+# What a setting means if a peer does not state it, where that is not its default. When a default changes, its old value
+# is added here. A new setting that is not off by default gets what older versions do. Entries never change.
 BASELINE: Mapping[str, Any] = {"outer_momentum": 0.9}
-# Sent and hashed even if at the baseline.
+# These settings are always sent and hashed.
 ALWAYS_STATED = ("run_id", "protocol_version")
 
 AVERAGINGS = ("parts", "gather", "pairwise")
 ROUND_MEANS = ("weighted", "disjoint", "clipped", "trimmed", "geometric")
-# Four times the vocabulary of the largest published ones; a table of embeddings grows with it.
+# Four times the largest published vocabulary. The table of embeddings grows with it.
 MAX_VOCAB_SIZE = 2**20
 # A run's texts come from other peers, and are shown on the terminal.
 RUN_ID = text(
@@ -50,12 +50,23 @@ RUN_ID = text(
 MODEL = text("at most 128 printable characters", lambda model: len(model) <= 128 and model.isprintable())
 # Another peer's setting must not take all memory of this machine.
 CONTEXT = number("a whole number, 0 to 1048576 (0: the model's)", lambda n: type(n) is int and 0 <= n <= 2**20, 1024)
-# Less is no block of any model, and a number of slots that no message can hold.
+# A smaller share is less than a block of any model, and needs more slots than a message can hold.
 FRACTION = number("0, or from 1e-9 to 1 (0.005 is 0.5 %)", lambda x: x == 0 or 1e-9 <= x <= 1, 0.005)
 # Beyond float32, torch's optimizers raise errors of their own.
 RATE = number("a finite number above 0, at most 1e6", lambda x: 0 < x <= 1e6)
 MUON_RATE = number("a finite number, 0 to 1e6", lambda x: 0 <= x <= 1e6)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda x: x >= 0)
+# Partners send each other weights, for which int4, int2, topk and pruning are too coarse. Pairs take the plain mean, so
+# a robust one would apply to the last round only.
+PAIRWISE_ALLOWS: Mapping[str, tuple[object, ...]] = {
+    "outer_optimizer": ("sgdm",),
+    "round_codec": ("int8", "fp16", "none"),
+    "prune_fraction": (0,),
+    "sync_schedule": ("fixed",),
+    "outer_lr_schedule": ("constant",),
+    "inner_moments": ("local",),
+    "round_mean": ("weighted",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +90,13 @@ class RunConfig:
     model_layout: str = ""
     # "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.
     data: str = ""
-    # "chars", "bytes", "ids" (tokens are prepared, and nobody needs text), or the hex SHA-256 of a tokenizer.json; and
-    # the number of its ids.
+    # "chars", "bytes", "ids" (tokens are prepared, and no peer needs text), or the hex SHA-256 of a tokenizer.json.
     tokenizer: str = "chars"
     vocab_size: int = 98
     context: int = setting(0, CONTEXT, default_text="the model's",
         help="Tokens of a window: the model's longest sequence (block_size).",
-        why="Memory and computing of attention grow with its square. Models of transformers take no more than their "
-        "configuration says; your own models say theirs themselves.")
+        why="Memory and computing of attention grow with its square. Models of transformers allow what their "
+        "configuration says, at most; your own models set theirs.")
     total_steps: int = setting(2000, count(0, "(0: the run has no end)"), name="steps", default_text=FROM_MODEL,
         help="Length of the run in inner steps; 0 for no end.",
         why="2,000 steps of the demo model take a few minutes on a laptop. 20,000 for large ones (a guess: 1.3 billion "
@@ -96,8 +106,9 @@ class RunConfig:
         why="DiLoCo's. Muon was 0.19 nats better at the same bytes (simulated), but takes more computing.")
     lr: float = setting(3e-3, RATE, default_text=FROM_MODEL,
         help="Peak learning rate of the inner AdamW.",
-        why="0.003 for the demo model: tuned, with 50 steps of warm-up (simulated, k = 8). Others have their papers'.")
-    # 0: 4 x lr, on every peer. The command line states it, as it depends on the model.
+        why="0.003 for the demo model: tuned, with 50 steps of warm-up (simulated, k = 8). The others have their "
+        "papers' rates.")
+    # 0 means 4 x lr. The command line always sets it, as its default depends on the model.
     muon_lr: float = setting(0.0, MUON_RATE, default_text="from the model, 2 or 4 x --lr",
         help="Peak learning rate of Muon's matrices.",
         why="2 x --lr for GPT-2, DiLoCo's models, Llamas and those of transformers: torch scales Muon's updates so "
@@ -232,67 +243,56 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check(self.data in ("stdlib", "text", ""), "data", self.data, "one of stdlib, text, ''")
-        known = re.fullmatch(r"chars|bytes|ids|[0-9a-f]{64}", self.tokenizer) is not None
-        check(known, "tokenizer", self.tokenizer, "chars, bytes, ids or the SHA-256 of a tokenizer.json")
-        fits = 2 <= self.vocab_size <= MAX_VOCAB_SIZE
-        check(fits, "vocab_size", self.vocab_size, f"a number of ids from 2 to {MAX_VOCAB_SIZE:,}")
-        layout = self.model_layout
-        check(len(layout) <= 128 and layout.isprintable(), "model_layout", layout, "at most 128 printable characters")
-        pruned, codec = self.prune_fraction, self.round_codec
-        can_prune = pruned == 0 or codec == "int8"
-        check(can_prune, "prune_fraction", pruned, f"0 with round_codec = {codec!r}: only int8 can prune")
-        plain = self.round_guard != "clip" or self.round_mean == "weighted"
+        codec, layout = self.round_codec, self.model_layout
+        is_known = re.fullmatch(r"chars|bytes|ids|[0-9a-f]{64}", self.tokenizer) is not None
+        self._check("data", self.data in ("stdlib", "text", ""), "one of stdlib, text, ''")
+        self._check("tokenizer", is_known, "chars, bytes, ids or the SHA-256 of a tokenizer.json")
+        is_vocabulary = 2 <= self.vocab_size <= MAX_VOCAB_SIZE
+        self._check("vocab_size", is_vocabulary, f"a number of ids from 2 to {MAX_VOCAB_SIZE:,}")
+        is_printable = len(layout) <= 128 and layout.isprintable()
+        self._check("model_layout", is_printable, "at most 128 printable characters")
+        # Which settings go together.
+        can_prune = self.prune_fraction == 0 or codec == "int8"
+        self._check("prune_fraction", can_prune, f"0 with round_codec = {codec!r}: only int8 can prune")
         # Other means do not scale with a member's weight.
+        can_clip = self.round_guard != "clip" or self.round_mean == "weighted"
         rule = f"exclude or off with round_mean = {self.round_mean!r}: only the weighted mean can clip"
-        check(plain, "round_guard", self.round_guard, rule)
-        dense = self.round_mean != "trimmed" or codec != "topk"
+        self._check("round_guard", can_clip, rule)
+        can_trim = self.round_mean != "trimmed" or codec != "topk"
         rule = "another mean with round_codec = 'topk': few members send a value at one position, and all are trimmed"
-        check(dense, "round_mean", self.round_mean, rule)
+        self._check("round_mean", can_trim, rule)
         # A second moment that a codec rounds to zero makes Adam divide by nearly nothing.
-        exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
-        rule = "local unless round_codec = 'none' and round_mean = 'weighted'"
-        check(exact, "inner_moments", self.inner_moments, rule)
-        used = self.muon_lr == 0 or self.inner_optimizer == "muon"
-        check(used, "muon_lr", self.muon_lr, f"left out with inner_optimizer = {self.inner_optimizer!r}")
-        plain = self.inner_moments == "local" or self.inner_optimizer == "adamw"
-        check(
-            plain, "inner_moments", self.inner_moments, "local with inner_optimizer = 'muon': only Adam's are averaged"
-        )
-        # What waits is in memory: with 1 / p steps a whole model.
-        delay, share = self.fragment_delay, self.fragment_fraction
+        is_exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
+        self._check("inner_moments", is_exact, "local unless round_codec = 'none' and round_mean = 'weighted'")
+        is_used = self.muon_lr == 0 or self.inner_optimizer == "muon"
+        self._check("muon_lr", is_used, f"left out with inner_optimizer = {self.inner_optimizer!r}")
+        has_moments = self.inner_moments == "local" or self.inner_optimizer == "adamw"
+        rule = "local with inner_optimizer = 'muon': only Adam's are averaged"
+        self._check("inner_moments", has_moments, rule)
+        # Delayed fragments are kept in memory: those of 1 / p steps are a whole model.
+        share = self.fragment_fraction
+        fits = self.fragment_delay * share <= 1 + 1e-9
         rule = f"at most {1 / (share or 1):.0f} with fragment_fraction = {share:g}: more than a whole model would wait"
-        check(share == 0 or delay * share <= 1 + 1e-9, "fragment_delay", delay, rule)
+        self._check("fragment_delay", fits, rule)
         if self.is_pairwise:
-            self._check_pairwise()
+            for name, allowed in PAIRWISE_ALLOWS.items():
+                rule = f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'"
+                self._check(name, getattr(self, name) in allowed, rule)
 
-    def _check_pairwise(self) -> None:
-        """Raises ConfigError unless pairwise steps can have the other settings."""
-        # Partners send their weights themselves, which int4, int2, topk and pruning would spoil. The mean of two is
-        # plain, so that a robust one would promise what only the last round holds.
-        for name, allowed in (
-            ("outer_optimizer", ("sgdm",)),
-            ("round_codec", ("int8", "fp16", "none")),
-            ("prune_fraction", (0,)),
-            ("sync_schedule", ("fixed",)),
-            ("outer_lr_schedule", ("constant",)),
-            ("inner_moments", ("local",)),
-            ("round_mean", ("weighted",)),
-        ):
-            value = getattr(self, name)
-            check(value in allowed, name, value, f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'")
+    def _check(self, name: str, ok: bool, rule: str) -> None:
+        check(ok, name, getattr(self, name), rule)
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether outer steps are taken in random pairs, and a round at the end of the run only."""
+        """Whether random pairs take outer steps, and the run has one round, at its end."""
         return self.averaging == "pairwise"
 
     @property
     def digest(self) -> str:
         """Hex SHA-256 of `stated()` in a canonical form: equal exactly if all settings mean the same.
 
-        Settings at their baseline are left out. So versions with different settings can meet, unless the run uses a
-        setting that one of them lacks.
+        Settings at their baseline are left out, so that versions with different settings can be in one run, unless it
+        uses a setting that one of them lacks.
         """
         canonical = json.dumps(self.stated(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
@@ -339,7 +339,7 @@ class RunConfig:
 
     @classmethod
     def checked(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values, if each is of its type and keeps its rule; whether they go together is not checked.
+        """The values, each checked by itself, but not whether they go together.
 
         Raises ConfigError on unknown keys, wrong types or bad values.
         """

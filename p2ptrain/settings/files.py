@@ -1,6 +1,4 @@
-"""Opens files that users name: does not wait, or read for ever, where the name is that of a pipe or a device.
-
-And writes files that are whole or not there."""
+"""Opens files that users name, except pipes and devices, which could block or never end; writes files atomically."""
 
 from __future__ import annotations
 
@@ -10,11 +8,18 @@ import stat
 from pathlib import Path
 from typing import IO
 
-# Pipes that a shell opens: `-c <(make-settings)`, `… | p2ptrain -c /dev/stdin`. Their writers are there.
+# Pipes that a shell opens (`-c <(make-settings)`, `… | p2ptrain -c /dev/stdin`) are allowed: they have a writer.
 _OF_SHELL = (Path("/dev/fd"), Path("/proc/self/fd"))
 _STDIN = Path("/dev/stdin")
-# More than settings and lists of addresses ever have (guess).
+# Larger than any file of settings or addresses (guess).
 MAX_TEXT_BYTES = 2**20
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Why a text file cannot be read, for a message. ValueError: it is not UTF-8, or its path has a null character."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not a text file"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def open_file(path: Path) -> IO[bytes]:
@@ -35,7 +40,7 @@ def read_text(path: Path) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, or replace it: whole, or not at all, also if the machine stops meanwhile. Raises OSError."""
+    """Write or replace a file, completely or not at all, even if the machine stops meanwhile. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as stream:
         stream.write(content)

@@ -5,7 +5,6 @@ A multiaddr contains a peer's address and its id: `/ip4/203.0.113.7/tcp/4001/p2p
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.files import open_file, read_text
+from p2ptrain.settings.files import open_file, read_text, reason_of, write_whole
 from p2ptrain.settings.run_key import RunKey, looks_like_key, warn_if_shared
 from p2ptrain.settings.setting import shortened
 from p2ptrain.settings.ticket import Ticket, looks_like_ticket, parse_ticket, ticket_text
@@ -94,12 +93,10 @@ def _ticket_in(name: str) -> str | None:
 
 
 def write_addresses(path: Path, maddrs: Sequence[str]) -> None:
-    """Atomically write a file for `--initial-peers FILE`. Raises ConfigError if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write a file for `--initial-peers FILE`. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("".join(f"{maddr}\n" for maddr in maddrs), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, "".join(f"{maddr}\n" for maddr in maddrs).encode())
     except OSError as error:
         raise ConfigError(f"--write-addresses {path}: {error.strerror}; give a writable file") from error
 
@@ -159,11 +156,9 @@ def _read_file(name: str) -> list[str]:
             f"ticket or --initial-peers {name}: no such file, and not a ticket or an address; an address looks like "
             f"{EXAMPLE}"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise ConfigError(f"--initial-peers {name}: {reason}; give a file with one address per line") from error
-    except ValueError as error:
-        raise ConfigError(f"--initial-peers {name!r}: {error}; give an address or the path of a file") from error
+    except (OSError, ValueError) as error:
+        origin = f"--initial-peers {name if name.isprintable() else repr(name)}"
+        raise ConfigError(f"{origin}: {reason_of(error)}; give a file with one address per line") from error
     addresses = [line.partition("#")[0].strip() for line in lines]
     found = [_checked(address, name) for address in addresses if address]
     if not found:

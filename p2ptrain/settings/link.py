@@ -1,4 +1,4 @@
-"""The link and the swarm that `p2ptrain estimate` is asked about. Nothing else reads them."""
+"""The link and the swarm for which `p2ptrain estimate` computes the costs of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.setting import check_settings, count, number, setting, settings_of, shortened
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
-# Fewer are a forgotten unit: 124 for 124M.
+# A smaller number lacks its unit: 124 for 124M.
 MIN_PARAMS, MAX_PARAMS = 10**3, 10**12
 # Bytes a second of a rate in Mbit/s.
 BYTES_PER_MBIT = 125_000

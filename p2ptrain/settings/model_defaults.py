@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Windows in a batch of models without a default of their own.
+# Windows in a batch, for models without a default of their own.
 BATCH_WINDOWS = 4
 # Tokens to evaluate on, in inner steps of the model. A forward pass is a third of a step, so that an evaluation takes
 # about five steps, and 5 % of the time every 100 steps. A million tokens for GPT-2, as nanoGPT's two and a half.
@@ -26,7 +26,7 @@ class ModelDefaults:
 
     lr: float
     warmup_steps: int
-    # Ours, where no source is given: what one peer with 65,536 tokens a step reads in 20,000 are 1.3 billion.
+    # Our choice where no source is given: with 65,536 tokens a step, one peer reads 1.3 billion.
     steps: int = 20_000
     # DiLoCo, section 3.1.
     sync_every: int = 500
@@ -36,7 +36,7 @@ class ModelDefaults:
     eval_every: int = 500
     batch_tokens: int | None = 65_536
     # torch scales Muon's updates (match_rms_adamw) so that AdamW's rate can be used (Moonlight, arXiv 2502.16982).
-    # 4 times was better in short runs of 156 thousand parameters. Longer runs and larger models want less: between.
+    # 4 times was better in short runs of 156 thousand parameters. Longer runs and larger models want less.
     muon_times: float = 2.0
 
 
@@ -70,7 +70,7 @@ MODEL_DEFAULTS: Mapping[str, ModelDefaults] = {
 # ones at the Trainer's default rate, for fine-tuning.
 _HF = ModelDefaults(lr=6e-4, warmup_steps=1000, batch_tokens=None)
 _HF_PRETRAINED = ModelDefaults(lr=5e-5, warmup_steps=100, steps=5000, sync_every=200, batch_tokens=None)
-# Models of the user, and those of the Python API, have the demo model's.
+# Users' own models and those of the Python API have the demo model's defaults.
 _OTHERS = ModelDefaults(
     lr=DEMO.lr,
     warmup_steps=DEMO.warmup_steps,

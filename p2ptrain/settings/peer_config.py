@@ -22,7 +22,7 @@ from p2ptrain.settings.setting import (
     text,
 )
 
-# Not reachable from other machines, unless the user gives a host.
+# Where this machine listens if the user gives no host: other machines cannot connect.
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 
@@ -94,8 +94,8 @@ class NetworkConfig:
         number("at least 3 (a peer with few links sends a heartbeat every second)", lambda seconds: seconds >= 3),
         metavar="SECONDS",
         help="Seconds without a message before a peer is considered lost.",
-        why="Enough for a laptop that swaps or a route that changes (guess). Less on links that are usually quick. A "
-        "peer with many links sends heartbeats more rarely, and is waited for 3 times as long as that.")
+        why="Enough for a laptop that swaps or a route that changes (guess). Give less if your links are quick. "
+        "A peer with many links sends heartbeats more rarely, and may be silent for three of its intervals.")
     gossip_budget: float = setting(0.02, number("above 0 and at most 1, all cores", lambda share: 0 < share <= 1),
         metavar="SHARE",
         help="Share of this machine's CPU time that gossip may take; less: fewer pushes.",
@@ -146,7 +146,7 @@ class NetworkConfig:
 
     @property
     def without_bulk(self) -> NetworkConfig:
-        """For a process that does not train: nobody opens bulk connections to it."""
+        """These settings for a process that does not train, to which no peer opens bulk connections."""
         return dataclasses.replace(self, bulk="off")
 
     @property
@@ -247,7 +247,7 @@ class PeerConfig:
         why="As the seed: needs no coordination, though two peers may get the same shard.")
     eval_every: int | None = setting(None, count(1), default_text=FROM_MODEL,
         help="Steps between two evaluations on held-out text.",
-        why="100 for the demo model: an evaluation takes about six of its steps, so near 5 % of the time. 500 for "
+        why="100 for the demo model: an evaluation takes about six of its steps, so about 5 % of the time. 500 for "
         "models of more than 50M parameters and those of transformers, 100 for other models.")
     eval_tokens: int | None = setting(None, count(1), default_text=FROM_MODEL, metavar="N",
         help="Held-out tokens to evaluate on, rounded to windows.",

@@ -14,10 +14,10 @@ MODELS = {
     "gpt-demo": "0.1M", "gpt-small": "10.8M", "gpt2-124m": "124M", "diloco-60m": "60M", "diloco-150m": "151M",
     "diloco-400m": "391M", "llama-15m": "15.2M", "llama-60m": "58M", "llama-160m": "162M", "llama-400m": "393M",
 }  # fmt: skip
-# Defaults of a run that gives averaging = "pairwise": NoLoCo's outer optimizer. Those of rounds do not suit pairs.
+# Defaults of a run with averaging = "pairwise": NoLoCo's outer optimizer, as that of rounds does not suit pairs.
 PAIR_DEFAULTS: Mapping[str, str | float] = {"outer_optimizer": "sgdm", "outer_lr": 0.7, "outer_momentum": 0.5}
-# Defaults of a run that gives inner_optimizer = "muon". Half of int8's bytes at no loss: 2.016 nats, and 2.015 with
-# float32 (simulated, 156 thousand parameters, two seeds).
+# Defaults of a run with inner_optimizer = "muon": half of int8's bytes at no loss, 2.016 nats, and 2.015 with float32
+# (simulated, 156 thousand parameters, two seeds).
 MUON_DEFAULTS: Mapping[str, str] = {"round_codec": "int4"}
 # Defaults of a run that is founded with a run key or an allow list: its members were chosen, so none is left out.
 CLOSED_DEFAULTS: Mapping[str, str] = {"round_guard": "clip"}
@@ -67,7 +67,7 @@ PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
 
 
 def muon_defaults(values: Mapping[str, object]) -> Mapping[str, str]:
-    """`MUON_DEFAULTS` if these settings have Muon inside, and nothing that int4 does not go with.
+    """`MUON_DEFAULTS` if these settings have Muon inside, and nothing that excludes int4; else nothing.
 
     Args:
         values: settings of a run, by name; those that are missing have their defaults.
@@ -77,5 +77,5 @@ def muon_defaults(values: Mapping[str, object]) -> Mapping[str, str]:
 
 
 def closed_defaults(values: Mapping[str, object]) -> Mapping[str, str]:
-    """`CLOSED_DEFAULTS` if the mean can clip: only the weighted one does. `values`: as in `muon_defaults`."""
+    """`CLOSED_DEFAULTS` if the mean is weighted, as no other can clip. `values`: as in `muon_defaults`."""
     return CLOSED_DEFAULTS if values.get("round_mean", "weighted") == "weighted" else {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.files import open_file
+from p2ptrain.settings.files import open_file, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,8 @@ def read_key(path: Path) -> RunKey:
         text = _start_of(path).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{origin}: no such file; {MAKE_ONE}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise ConfigError(f"{origin}: {reason}; give the file of the run's key: {MAKE_ONE}") from error
-    except ValueError as error:
-        raise ConfigError(f"--run-key {str(path)!r}: {error}; give the path of a file") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{origin}: {reason_of(error)}; give the file of the run's key: {MAKE_ONE}") from error
     words = [word for line in text.splitlines() for word in line.partition("#")[0].split()]
     if any(word.lower().startswith("p2pt1") for word in words):
         raise ConfigError(f"{origin}: this file holds a ticket: give it without --run-key")

@@ -8,18 +8,18 @@ Checks, flag, environment variable, TOML key, shell completion and docs/use/conf
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.run_key import without_secrets
 
 ENV_PREFIX = "P2PTRAIN_"
-# Longest refused value in a message: longer than every value that is allowed, except paths and lists.
+# Messages show this much of a refused value. Allowed values are shorter, except paths and lists.
 MAX_SHOWN_CHARS = 200
 
 # Text of a default that follows from the run's model (`model_defaults`).
@@ -32,8 +32,8 @@ Value = str | int | float | tuple[str, ...] | None
 class Rule:
     """A check of a value, and its text for messages.
 
-    `choices`: allowed texts, if few; `example`: a valid number, if the usual one is not; `is_int_allowed`: of texts,
-    whether TOML may have a number instead.
+    `choices`: the allowed texts, if they are few; `example`: a valid number, where the usual example is not one;
+    `is_int_allowed`: whether TOML may give a number although the setting is a text.
     """
 
     text: str
@@ -72,7 +72,7 @@ class Setting:
         field_name: name of its field.
         name: the TOML key; flag and variable follow from it.
         kind: `str`, `int`, `float`, or `tuple` for a list.
-        default: default of the command line; the field's is that of the Python API.
+        default: default on the command line; the field's own default is that of the Python API.
         default_text: how help and reference show the default.
         rule: what a value must be; None for any.
         help: one line for `--help`; starts with a noun or a verb.
@@ -174,17 +174,13 @@ def shortened(value: object) -> str:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether it is an int or a float, and finite as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond the largest float
-        return False
+    """Whether it is an int or a float that a float can hold, and not infinite or nan."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(cast(float, value)) <= sys.float_info.max
 
 
 def as_float(number: float) -> float:
-    """An int as a float. One beyond the largest float stays an int, which no rule of `number` allows."""
+    """Convert an int to a float. One beyond the largest float stays an int; every rule of `number` refuses it."""
     return float(number) if is_finite_number(number) else number
 
 
@@ -215,10 +211,10 @@ def _convert(given: object, kind: type, origin: str, example: float | None) -> V
     if kind is float and type(given) is int:
         return as_float(given)
     if type(given) is kind:
-        return typing.cast(Value, given)
+        return cast(Value, given)
     if kind in (int, float) and isinstance(given, str):
         try:
-            return typing.cast(Value, kind(given))
+            return cast(Value, kind(given))
         except ValueError:
             pass
     wanted = {

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -30,11 +30,6 @@ CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
 PRESET = "preset"
 MODEL = "model"
-# Sources of defaults that depend on another setting.
-WITH_PAIRS = "averaging pairwise"
-WITH_MUON = "inner_optimizer muon"
-WITH_KEY = "run_key"
-WITH_ALLOW = "allow"
 BUILTIN_DATA = "stdlib"
 
 RUN_SETTINGS = tuple(settings_of(RunConfig))
@@ -57,22 +52,23 @@ class Settings:
 
     Attributes:
         values: every setting of the table, by name.
-        sources: source of each value: "default", "preset NAME", "model NAME", "averaging pairwise", "inner_optimizer
-            muon", "run_key", "allow", a flag, a variable, or "FILE: key". Machine settings that follow from the model
-            of the run, which may be another, are None here, with source "default".
+        sources: source of each value: a flag, a variable, or "FILE: key" if the user gave it; else "default", "preset
+            NAME", "model NAME", or the setting that changes the default, such as "averaging pairwise". Machine settings
+            that follow from the model of the run, which may be another, are None here, with source "default".
+        given: names of the settings that the user gave.
         ticket: the ticket that the user gave, if any; its run id and addresses are among the values.
         from_files: settings of the run that follow from files that the user gave, by field name of `RunConfig`.
     """
 
     values: Mapping[str, Value]
     sources: Mapping[str, str]
+    given: Set[str]
     ticket: Ticket | None = None
     from_files: Mapping[str, Any] = field(default_factory=dict)
 
     def explicit(self, name: str) -> bool:
         """Whether the user gave this setting."""
-        implied = (DEFAULT, WITH_PAIRS, WITH_MUON, WITH_KEY, WITH_ALLOW, self.with_model)
-        return self.sources[name] not in implied and not self.from_preset(name)
+        return name in self.given
 
     @property
     def with_model(self) -> str:
@@ -95,10 +91,12 @@ class Settings:
         word = ticket_text(ticket)
         assert word is not None, "it has no address"
         values, sources = {**self.values, "initial_peers": (word,)}, {**self.sources, "initial_peers": source}
-        return dataclasses.replace(self, values=values, sources=sources, ticket=_use_ticket(values, sources))
+        given = {*self.given, "initial_peers"}
+        used = _use_ticket(values, sources, given)
+        return dataclasses.replace(self, values=values, sources=sources, given=given, ticket=used)
 
     def with_tokenizer(self, identity: str, vocab_size: int) -> Settings:
-        """These settings, and the run's tokenizer, as the user's files and flags say."""
+        """These settings, with the run's tokenizer, which follows from the user's files and flags."""
         return dataclasses.replace(self, from_files={"tokenizer": identity, "vocab_size": vocab_size})
 
     def resolve_run(self, adopted: RunConfig | None) -> RunConfig:
@@ -121,13 +119,13 @@ class Settings:
             raise ConfigError(self._as_given(str(error))) from None
 
     def _as_given(self, text: str) -> str:
-        """A message on settings that do not go together, with flags, or the keys and variables that the user gave."""
+        """A message with field names replaced by the flag, variable or key that the user gave, or could give."""
         names = {s.field_name: self.sources[s.name] if self.explicit(s.name) else s.flag for s in RUN_SETTINGS}
         text = re.sub(rf"\b({'|'.join(names)}) = ", lambda found: f"{names[found[1]]} = ", text)
         return re.sub(r"(--\S+) = ", r"\1 ", text)
 
     def preset_differences(self, run: RunConfig) -> list[str]:
-        """What the chosen preset says otherwise than this run, as "NAME = the run's value"."""
+        """The settings in which this run differs from the chosen preset, as "NAME = the run's value"."""
         theirs = {s.name: getattr(run, s.field_name) for s in RUN_SETTINGS if self.from_preset(s.name)}
         return [f"{name} = {value!r}" for name, value in theirs.items() if value != self.values[name]]
 
@@ -190,28 +188,28 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
             values[name], sources[name] = setting.default, DEFAULT
             continue
         values[name], sources[name] = setting.parse(given, source), source
-    # Pairs that the user gave come before a preset, whose outer optimizer may be for rounds.
+    explicit = {name for name, source in sources.items() if source != DEFAULT}
+    # If the user chose pairs, their defaults come before a preset's, whose outer optimizer may be meant for rounds.
     if values["averaging"] == "pairwise":
-        _imply(values, sources, WITH_PAIRS, PAIR_DEFAULTS)
+        _imply(values, sources, "averaging pairwise", PAIR_DEFAULTS)
     if (preset := values[PRESET]) is not None:
         _imply(values, sources, f"{PRESET} {preset}", PRESETS[str(preset)])
-    _imply(values, sources, WITH_MUON, muon_defaults(values))
+    _imply(values, sources, "inner_optimizer muon", muon_defaults(values))
     _imply_from_model(values, sources)
     if values["run_key"] is not None:
         check_key_file(str(values["run_key"]))
         warn_if_shared(Path(str(values["run_key"])).expanduser())
-    ticket = _use_ticket(values, sources)
-    if values["run_key"] is not None or (ticket is not None and ticket.key is not None):
-        _imply(values, sources, WITH_KEY, closed_defaults(values))
-    elif values["allow"] is not None:
-        _imply(values, sources, WITH_ALLOW, closed_defaults(values))
-    return Settings(values, sources, ticket)
+    ticket = _use_ticket(values, sources, explicit)
+    has_key = values["run_key"] is not None or (ticket is not None and ticket.key is not None)
+    if has_key or values["allow"] is not None:
+        _imply(values, sources, "run_key" if has_key else "allow", closed_defaults(values))
+    return Settings(values, sources, explicit, ticket)
 
 
 def _imply(
     values: dict[str, Value], sources: dict[str, str], source: str, defaults: Mapping[str, str | int | float]
 ) -> None:
-    """Replace the values that nobody gave by these."""
+    """Use these values for the settings that still have their defaults."""
     for name, value in defaults.items():
         if sources[name] == DEFAULT:
             values[name], sources[name] = value, source
@@ -227,7 +225,7 @@ def _imply_from_model(values: dict[str, Value], sources: dict[str, str]) -> None
         _imply(values, sources, f"{MODEL} {model}", {"muon_lr": defaults.muon_times * lr})
 
 
-def _use_ticket(values: dict[str, Value], sources: dict[str, str]) -> Ticket | None:
+def _use_ticket(values: dict[str, Value], sources: dict[str, str], explicit: set[str]) -> Ticket | None:
     """Replace a ticket among the initial peers by what it holds. Raises ConfigError."""
     given = values["initial_peers"]
     assert isinstance(given, tuple)
@@ -242,6 +240,7 @@ def _use_ticket(values: dict[str, Value], sources: dict[str, str]) -> Ticket | N
             f"{shortened(ticket.run_id)}; leave it out, or give another ticket"
         )
     values["run_id"], sources["run_id"] = ticket.run_id, source
+    explicit.add("run_id")
     if ticket.founder and sources["founder"] != DEFAULT and values["founder"] != ticket.founder:
         raise ConfigError(
             f"{sources['founder']}: {values['founder']} is not the founder in the ticket, {ticket.founder}; leave it "
@@ -250,6 +249,7 @@ def _use_ticket(values: dict[str, Value], sources: dict[str, str]) -> Ticket | N
     if ticket.founder:
         founder = SETTINGS["founder"].parse(ticket.founder, "the ticket's founder")
         values["founder"], sources["founder"] = founder, source
+        explicit.add("founder")
     return ticket
 
 

@@ -27,19 +27,18 @@ MAX_ADDRESS_BYTES = 1024
 # With the longest run id, and all ids.
 MAX_CHARS = 4400
 _HAS_KEY, _HAS_FOUNDER, _IS_SHORT = 1, 2, 4
-# How the bytes of a peer id begin that is the SHA-256 of a key (multihash).
+# First bytes of a peer id that is the SHA-256 of a key (multihash).
 _SHA256 = b"\x12\x20"
 _USUAL_ADDRESS = re.compile(r"/ip4/(?P<host>[\d.]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<id>Qm\w{44})", re.ASCII)
-# Base32 has neither 0, 1, 8 nor 9; the digits 2 to 7 after the version cannot be told from it, so it has one digit.
+# The version has one digit: a second one could be of the base32 form, which has the digits 2 to 7.
 _VERSION = re.compile(r"p2pt(\d)", re.IGNORECASE)
-# The parts of an address, by their numbers in a ticket; never renumber. A part is followed by an IP address, a port, a
-# name, a peer id, or nothing.
-_IPS = {1: ("ip4", 4), 2: ("ip6", 16)}
-_PORTS = {3: "tcp", 4: "udp"}
-_NAMES = {5: "dns", 6: "dns4", 7: "dns6", 8: "dnsaddr"}
-_IDS = {9: "p2p"}
-_BARE = {10: "p2p-circuit", 11: "quic", 12: "quic-v1", 13: "ws", 14: "wss"}
-_CODES = {name: code for table in (_PORTS, _NAMES, _IDS, _BARE) for code, name in table.items()} | {"ip4": 1, "ip6": 2}
+# The parts of an address by their numbers in a ticket, and what follows each; never renumber.
+_PARTS = {
+    1: ("ip4", "ip4"), 2: ("ip6", "ip6"), 3: ("tcp", "port"), 4: ("udp", "port"), 5: ("dns", "name"),
+    6: ("dns4", "name"), 7: ("dns6", "name"), 8: ("dnsaddr", "name"), 9: ("p2p", "id"), 10: ("p2p-circuit", ""),
+    11: ("quic", ""), 12: ("quic-v1", ""), 13: ("ws", ""), 14: ("wss", ""),
+}  # fmt: skip
+_NUMBERS = {name: number for number, (name, _) in _PARTS.items()}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Ticket:
 
 
 def ticket_text(ticket: Ticket) -> str | None:
-    """The ticket as one word; None if it has no address of a form that fits into tickets. Others are left out."""
+    """The ticket as one word, with the addresses that fit into it; None if none fits."""
     if (short := _short_body(ticket)) is not None:
         return PREFIX + base32(short + checksum(PREFIX, short))
     ids: list[str] = []
@@ -84,7 +83,7 @@ def ticket_text(ticket: Ticket) -> str | None:
 def _short_body(ticket: Ticket) -> bytes | None:
     """Flags, run id (empty: the default), SHA-256 of the peer's key, IPv4 address and port; None if that is not all.
 
-    With the flag for a founder, it is this peer.
+    The flag for a founder says that this peer is the founder.
     """
     if len(ticket.addresses) != 1 or ticket.key is not None:
         return None
@@ -127,7 +126,7 @@ def parse_ticket(word: str) -> Ticket:
         )
     try:
         return _decode(_Bytes(data[:-CHECKSUM_BYTES]))
-    except (ValueError, IndexError):
+    except (ValueError, LookupError):
         raise ConfigError("the ticket is malformed: ask for a new one, or use --initial-peers") from None
 
 
@@ -193,11 +192,10 @@ def _encode_address(address: str, ids: list[str]) -> bytes | None:
     encoded, count = b"", 0
     try:
         while parts:
-            name = parts.pop(0)
-            code = _CODES[name]
-            value = b"" if code in _BARE else _encode_value(code, parts.pop(0), known)
-            encoded, count = encoded + bytes([code]) + value, count + 1
-    except (KeyError, IndexError, ValueError, OverflowError):
+            number, count = _NUMBERS[parts.pop(0)], count + 1
+            follows = _PARTS[number][1]
+            encoded += bytes([number]) + (_encode_value(follows, parts.pop(0), known) if follows else b"")
+    except (LookupError, ValueError, OverflowError):
         return None
     if len(known) > MAX_IDS or count > 255 or not address.rpartition("/p2p/")[1]:
         return None
@@ -205,42 +203,43 @@ def _encode_address(address: str, ids: list[str]) -> bytes | None:
     return bytes([count]) + encoded
 
 
-def _encode_value(code: int, text: str, ids: list[str]) -> bytes:
-    if code in _IPS:
-        packed = ipaddress.ip_address(text).packed
-        if len(packed) != _IPS[code][1]:
-            raise ValueError("an address of the other family")
-        return packed
-    if code in _PORTS:
-        return int(text).to_bytes(2, "big")
-    if code in _NAMES:
-        return _sized(text.encode())
+def _encode_value(kind: str, text: str, ids: list[str]) -> bytes:
+    match kind:
+        case "ip4":
+            return ipaddress.IPv4Address(text).packed
+        case "ip6":
+            return ipaddress.IPv6Address(text).packed
+        case "port":
+            return int(text).to_bytes(2, "big")
+        case "name":
+            return _sized(text.encode())
     return bytes([_number_of(text, ids)])
 
 
 def _decode_address(data: _Bytes, ids: Sequence[str]) -> str:
     parts: list[str] = []
     for _ in range(data.number()):
-        code = data.number()
-        if code in _IPS:
-            name, size = _IPS[code]
-            parts += [name, str(ipaddress.ip_address(data.take(size)))]
-        elif code in _PORTS:
-            parts += [_PORTS[code], str(int.from_bytes(data.take(2), "big"))]
-        elif code in _NAMES:
-            name = data.sized().decode()
-            if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-                raise ValueError("host name")
-            parts += [_NAMES[code], name]
-        elif code in _IDS:
-            parts += [_IDS[code], ids[data.number()]]
-        elif code in _BARE:
-            parts.append(_BARE[code])
-        else:
-            raise ValueError("part of an address")
+        name, follows = _PARTS[data.number()]
+        parts += [name, _decode_value(follows, data, ids)] if follows else [name]
     if parts[-2:-1] != ["p2p"]:
         raise ValueError("no peer id at the end")
     return "/" + "/".join(parts)
+
+
+def _decode_value(kind: str, data: _Bytes, ids: Sequence[str]) -> str:
+    match kind:
+        case "ip4":
+            return str(ipaddress.IPv4Address(data.take(4)))
+        case "ip6":
+            return str(ipaddress.IPv6Address(data.take(16)))
+        case "port":
+            return str(int.from_bytes(data.take(2), "big"))
+        case "name":
+            name = data.sized().decode()
+            if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+                raise ValueError("host name")
+            return name
+    return ids[data.number()]
 
 
 def _number_of(peer_id: str, ids: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Whether torchrun started this process, and as which of the processes of one peer. Known without torch."""
+"""Reads from torchrun's variables which of the processes of one peer this is. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from p2ptrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those that are one peer.
+    """Which of the processes of one peer this is.
 
     Attributes:
         rank: its number; rank 0 is on the network and prints.

@@ -1,4 +1,4 @@
-"""Settings of a new run that are allowed, but seldom meant."""
+"""Warns of settings of a new run that are allowed but probably a mistake."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.model_defaults import model_defaults
 
-# Those of the built-in models and of the presets are from 1 to 10 % of the steps.
+# The warm-ups of the built-in models and the presets are 1 to 10 % of the steps.
 LONG_WARMUP = 0.25
-# With fewer, peers train alone for a third of the run or more.
+# With fewer rounds, peers train alone for a third of the run or more.
 FEWEST_ROUNDS = 3
 # Usual rates of AdamW are from 0.00001 to 0.01; a larger one may be meant for SGD, or be a slip.
 HIGHEST_LR = 0.1
 
 
 def unusual(run: RunConfig) -> Iterator[str]:
-    """One line for each, with its numbers and what to give instead."""
+    """Yield one line for each such setting, with its value and what to give instead."""
     steps, warmup, sync_every = run.total_steps, run.warmup_steps, run.sync_every
     if steps and warmup >= LONG_WARMUP * steps:
         yield f"the warm-up takes {warmup:,} of {steps:,} steps: give --warmup-steps {steps // 20}, or more --steps"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.free_memory import free_memory_bytes
+from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.settings.setting import settings_of
 from p2ptrain.settings.torchrun import Launch

@@ -22,8 +22,8 @@ from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.monitor.trackers import open_tracker
 from p2ptrain.peer.sinks import Sink
-from p2ptrain.settings.free_memory import free_memory_bytes
 from p2ptrain.settings.initial_peers import write_addresses
+from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.table import Settings
 from p2ptrain.settings.torchrun import ONE_PROCESS, Launch
 from p2ptrain.settings.unusual import unusual

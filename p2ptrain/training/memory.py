@@ -1,6 +1,6 @@
 """What fits into memory, judged beforehand: where a CPU's is short, the system kills the process, and nothing is said.
 
-All are pure functions of the memory that is free (`settings.free_memory`), None if that is not known.
+All are pure functions of the memory that is free (`settings.machine`), None if that is not known.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ CURVES_EVERY_S = 4.0
 
 
 class PageState:
-    """Only the latest values, no queue. Any thread may call any method.
+    """Keeps the latest values only. Any thread may call any method.
 
     Attributes:
         watch: observes the run, set by the owner of the connection; None without one.

@@ -1,4 +1,4 @@
-"""Who serves the page: `p2ptrain dashboard`, an observer without a peer in its process; or a peer, for its own run."""
+"""Serves the page for `p2ptrain dashboard`, which only observes a run, or for a peer, which shows its own run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_S = 0.5
 
 
 def serve_dashboard(settings: Settings, *, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C. While the run cannot be reached, the page shows why, and we try again.
+    """Serve the page until Ctrl-C. While the run cannot be reached, the page shows why, and it is tried again.
 
     Raises:
         ConfigError: the page cannot be served.
@@ -54,7 +54,7 @@ def serve_dashboard(settings: Settings, *, say: Callable[[str], None]) -> None:
 def _observe(settings: Settings, state: PageState, *, is_first: bool) -> None:
     """Observe the run until the network fails. Raises ConfigError then, or if the run cannot be reached.
 
-    `is_first`: no attempt has failed yet, so the user is told what this one waits for.
+    `is_first`: no attempt has failed yet, so log what this one waits for.
     """
     from p2ptrain.peer.session import OPEN_TIMEOUT_S, NetworkSession  # imports hivemind, which takes a second
 
@@ -75,7 +75,7 @@ def _observe(settings: Settings, state: PageState, *, is_first: bool) -> None:
 
 
 def take_port(endpoint: str, page: PageConfig, stack: ExitStack) -> Callable[[Peer], str]:
-    """Take the port of the dashboard, so that one in use is found before the run is joined.
+    """Take the port of the dashboard before the run is joined, so that a port in use is an error at once.
 
     Args:
         endpoint: `PORT` (on the host of `page`) or `HOST:PORT`; port 0 chooses a free one.
@@ -83,7 +83,8 @@ def take_port(endpoint: str, page: PageConfig, stack: ExitStack) -> Callable[[Pe
         stack: ends the page when it is closed.
 
     Returns:
-        What serves a peer's dashboard there, and gives its address, with a token if other machines can reach it.
+        A function that serves a peer's dashboard there. It returns the address, with a token if other machines can
+        reach it.
 
     Raises:
         ConfigError: `endpoint` is malformed, or cannot be listened on.

@@ -1,13 +1,12 @@
 """Serves the page with uvicorn: static files, curves on request, all other state as server-sent events.
 
-It is read-only and loads nothing from other hosts. It answers requests for addresses of this machine, but not for
-unknown host names: otherwise a foreign web page could read it (DNS rebinding). Where other machines can reach it, it
-answers only browsers that have its token: the address that `showing` gives holds it, and the first request turns it
-into a cookie.
+The page is read-only and loads nothing from other hosts. It answers requests for addresses of this machine, but not
+for unknown host names: otherwise a foreign web page could read it (DNS rebinding). If other machines can reach it, a
+browser needs its token: the address that `showing` yields contains it, and the first request turns it into a cookie.
 
-uvicorn neither limits the time of a request's head nor makes room for new connections, so a few hundred that send half
-a request would lock out every browser. Here each has a deadline, and when all places are taken the connection that has
-waited longest without a whole request makes room for a new one.
+uvicorn neither limits the time of a request's head nor makes room for new connections, so a few hundred clients that
+send half a request would lock out every browser. Here each request has a deadline, and when all places are taken, the
+connection that has waited longest without a whole request is closed for a new one.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import uvicorn
@@ -92,7 +90,7 @@ def showing(state: PageState, page: PageConfig, listener: socket.socket | None =
             access_log=False,
             lifespan="off",
             ws="none",
-            http=cast(Any, partial(_connect, {})),
+            http=Connection,
             headers=list(HEADERS.items()),
             server_header=False,
             timeout_graceful_shutdown=1,
@@ -118,15 +116,11 @@ def listen(page: PageConfig) -> socket.socket:
     """Take the port of a page. Raises ConfigError if it is in use, or the address does not belong to this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(page.host, page.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(
-            f"cannot serve the page on {page.host}: {error.strerror or error}; give an address of this machine"
-        ) from None
-    try:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=64, dualstack_ipv6=both)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        is_of_name = isinstance(error, socket.gaierror)
+        reason = os.strerror(error.errno) if error.errno and not is_of_name else error.strerror or str(error)
         raise ConfigError(
             f"cannot serve the page on {page.host}, port {page.port}: {reason}; choose another port (0: any free one), "
             "or an address of this machine"
@@ -141,7 +135,7 @@ def _shown_host(host: str) -> str:
 
 @dataclass(frozen=True)
 class _Key:
-    """What a browser needs: the token, and the cookie that holds it. Cookies are shared by the ports of a host."""
+    """The token of a page, and the name of the cookie that holds it: the ports of a host share their cookies."""
 
     token: str
     cookie: str
@@ -215,7 +209,7 @@ async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> Asyn
 
 
 def _unlocked(request: Request, key: _Key, app: ASGIApp) -> ASGIApp:
-    """The answer to a request for a page that needs a key."""
+    """What answers a request for a page that needs a key: the page itself, if the browser has the key."""
     if key.opens(request.cookies.get(key.cookie, "")):
         return app
     if not key.opens(request.query_params.get("token", "")):
@@ -224,8 +218,8 @@ def _unlocked(request: Request, key: _Key, app: ASGIApp) -> ASGIApp:
         )
     if request.url.path != "/":
         return app
-    # To an address without the token, so that it is not in the history or in copied addresses. Lax, not strict: the
-    # address may be opened from a page of another site, such as a messenger.
+    # Redirect to an address without the token, so that the token is not in the history or in copied addresses. The
+    # cookie is lax, not strict, as users may open the address from another site, such as a messenger.
     opened = RedirectResponse("/", 303)
     opened.set_cookie(key.cookie, key.token, httponly=True, samesite="lax")
     return opened
@@ -249,85 +243,57 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def _connect(connections: dict[Connection, None], **arguments: Any) -> Connection:
-    """Make the protocol object of a new connection, as uvicorn's setting `http` does."""
-    return Connection(H11Protocol(**arguments), connections)
+class Connection(H11Protocol):
+    """uvicorn's protocol of one connection, with a deadline for each request. Used in the thread of its loop only.
 
+    Attributes:
+        number: grows with each new one, as the clock of a loop may not tell two apart that came at once.
+        waits_since_s: when it began to wait for a whole request, by the clock of the loop.
+    """
 
-class Connection:
-    """A protocol of the event loop around uvicorn's, which does the work. Used in the thread of that loop only."""
-
-    def __init__(self, inner: H11Protocol, connections: dict[Connection, None]) -> None:
-        """
-        Args:
-            inner: uvicorn's protocol.
-            connections: all open ones, in their order, as the clock of a loop may not tell two that came at once apart.
-        """
-        self._inner = inner
-        self._connections = connections
-        self._transport: Any = None
-        self._timer: Any = None
-        self._is_admitted = False
-        self._cycle: object = None
-        self.waits_since_s = inner.loop.time()
+    number = 0
+    waits_since_s = 0.0
+    _timer: Any = None
+    _last_cycle: object = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a whole request has come and is not answered yet."""
-        cycle = self._inner.cycle
-        return cycle is not None and not cycle.response_complete
+        return self.cycle is not None and not self.cycle.response_complete
 
     def abort(self) -> None:
-        self._transport.abort()
-
-    # Called by the event loop.
+        """Close the connection at once, and free its place."""
+        self.connections.discard(self)
+        self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        if len(self._connections) >= MOST_CONNECTIONS:
-            waiting = [other for other in self._connections if not other.is_busy]
-            if not waiting:
-                transport.abort()
-                return
-            longest = min(waiting, key=lambda other: other.waits_since_s)
-            del self._connections[longest]
+        others = [other for other in self.connections if isinstance(other, Connection)]
+        self.number = 1 + max((other.number for other in others), default=0)
+        super().connection_made(transport)
+        self.waits_since_s = self.loop.time()
+        self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._check)
+        if len(others) >= MOST_CONNECTIONS:
+            waiting = [other for other in others if not other.is_busy]
+            longest = min(waiting, key=lambda other: (other.waits_since_s, other.number), default=self)
             longest.abort()
-        self._connections[self] = None
-        self._is_admitted = True
-        self._inner.connection_made(transport)
-        self._timer = self._inner.loop.call_later(REQUEST_TIMEOUT_S, self._check)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_admitted:
-            return
-        self._inner.data_received(data)
-        if self._inner.cycle is not self._cycle:
+        super().data_received(data)
+        if self.cycle is not self._last_cycle:
             # A new request: the wait for the next one begins now, or when `_check` sees this one busy.
-            self._cycle, self.waits_since_s = self._inner.cycle, self._inner.loop.time()
+            self._last_cycle, self.waits_since_s = self.cycle, self.loop.time()
 
-    def eof_received(self) -> None:
-        """The event loop closes the connection, as uvicorn wants it."""
-
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._connections.pop(self, None)
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._is_admitted:
-            self._inner.connection_lost(error)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
 
     def _check(self) -> None:
         """Close the connection if it has waited too long for a request."""
-        now = self._inner.loop.time()
+        now = self.loop.time()
         if self.is_busy:
             self.waits_since_s = now
         left_s = self.waits_since_s + REQUEST_TIMEOUT_S - now
         if left_s > 0:
-            self._timer = self._inner.loop.call_later(left_s, self._check)
+            self._timer = self.loop.call_later(left_s, self._check)
         else:
             self.abort()

@@ -134,7 +134,7 @@ def _traffic(swarm: SwarmView, peer: PeerView, now_s: float) -> dict[int, float]
 
 
 def _relayed(swarm: SwarmView) -> list[Json]:
-    """The pairs of linked peers without a direct connection, as one of the two says, and the relay between them."""
+    """The pairs of linked peers without a direct connection, as one of the two reports, with the relay between them."""
     pairs = {
         (min(number, other), max(number, other)): relay
         for number in swarm.linked
@@ -145,7 +145,7 @@ def _relayed(swarm: SwarmView) -> list[Json]:
 
 
 def _rounds_so_far(rounds: list[RoundView]) -> int:
-    """Number of committed rounds, from the last round's number: old rounds are not all in the event logs."""
+    """Number of committed rounds, from the number of the last one, as event logs do not keep all old rounds."""
     committed = [round_ for round_ in rounds if round_.status == "committed"]
     return 1 + max(committed, key=lambda round_: round_.t).round if committed else 0
 

@@ -75,6 +75,7 @@ def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Itera
 
 
 def _look_around(network: NetworkConfig) -> tuple[Probe | None, Finding | None]:
+    """Probe the network. Returns a finding instead if the daemon does not start."""
     thread = NetworkThread()
     on_loopback = all(reach.kind_of(maddr) is reach.AddressKind.LOOPBACK for maddr in network.host_maddrs)
     mapping_s = 0.0 if on_loopback else MAPPING_S

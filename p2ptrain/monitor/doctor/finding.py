@@ -44,7 +44,7 @@ def warning(check: str, text: str, remedy: str) -> Finding:
 
 
 def failed(check: str, error: Exception, remedy: str = "") -> Finding:
-    """A failed check, from an error that ends with what to do after a semicolon; or else `remedy`."""
+    """A failed check. The remedy is what the error says after a semicolon, or else `remedy`."""
     text, _, advice = str(error).partition("; ")
     return Finding(check, Mark.FAILED, text, advice or remedy)
 

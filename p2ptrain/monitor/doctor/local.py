@@ -18,8 +18,7 @@ from p2ptrain.algorithms import kernels
 from p2ptrain.monitor.doctor.finding import Finding, Mark, ok, warning
 from p2ptrain.monitor.estimate import at_rest_bytes, in_a_round_bytes
 from p2ptrain.monitor.formatting import count, size
-from p2ptrain.settings.cores import usable_cores
-from p2ptrain.settings.free_memory import free_memory_bytes
+from p2ptrain.settings.machine import free_memory_bytes, usable_cores
 from p2ptrain.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ def check_machine(
         model: name of the model, for messages.
         num_parameters: of that model; None if unknown.
         device: as given by `--device`.
-        vectors: how many more of the model's size the run's settings need (`vectors_more`).
+        vectors: further vectors of the model's size that the run's settings need (`vectors_more`).
     """
     on_gpu = machine.gpu is not None
     yield check_versions(machine)
@@ -184,7 +183,7 @@ def check_gpu(machine: Machine, device: str) -> Finding:
 
 
 def check_memory(machine: Machine, model: str, num_parameters: int, *, on_gpu: bool, vectors: int = 0) -> Finding:
-    """Compare host memory with what a peer needs in a round; the memory of a batch is not known here."""
+    """Compare host memory with what a peer needs in a round, without its batch, whose memory is unknown here."""
     needed = in_a_round_bytes(num_parameters, vectors) + (0 if on_gpu else at_rest_bytes(num_parameters))
     text = f"{model} needs {_size(needed)} in a round, plus its batch"
     if machine.memory_bytes is None:

@@ -21,11 +21,11 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 # Warn early: clocks without NTP drift by seconds per week.
 UNEASY_SKEW_S = 1.0
-# An interface is reported if another one is better by this factor. Round trips of one path differ by milliseconds.
+# A warning says that another interface is better by this factor. Round trips of one path differ by milliseconds.
 FAR_SLOWER, NOISE_S = 2, 0.005
-# Peers that are named as those with the most pairs without a direct connection.
+# How many peers are named of those that lack the most direct connections.
 MOST_NAMED = 3
-# Of advice, where the user has chosen no port; docs/use/reachability.md has the same.
+# The port in advice to a user who has chosen none; as in docs/use/reachability.md.
 EXAMPLE_PORT = "4001"
 CLOCK_REMEDY = "sudo timedatectl set-ntp true"
 _CARRIER_GRADE = ipaddress.ip_network("100.64.0.0/10")
@@ -139,7 +139,7 @@ def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
 
 
 def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
-    """Yield a finding for each initial peer that was reached: the ways to it, and whether the best one is used."""
+    """Yield a finding for each initial peer that was reached: the interfaces to it, and whether the best is used."""
     for peer in peers:
         if peer.failure:
             continue
@@ -168,7 +168,7 @@ def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
 
 
 def _is_better(way: Way, used: Way) -> bool:
-    """Whether a way is plainly better than the one that is used: the rate, else the round trip or the card's rate."""
+    """Whether a way is clearly better than the one in use: by its rate, else by its round trip or the card's rate."""
     if way.rtt_s is None or used.rtt_s is None:
         return False
     if way.mbit and used.mbit and max(way.mbit, used.mbit) >= FAR_SLOWER * min(way.mbit, used.mbit):
@@ -209,7 +209,7 @@ def check_run(run_id: str, found: RunConfig | None, members: int) -> Finding:
 
 
 def check_ways(members: Sequence[MemberInfo]) -> Iterator[Finding]:
-    """Check whether the peers of a run have direct connections for rounds and state, as they say themselves."""
+    """Check whether the peers of a run have direct connections for rounds and state, as they report."""
     told = {member.peer_id: member.relayed for member in members if member.relayed is not None}
     without = {tuple(sorted((peer_id, other))) for peer_id, relayed in told.items() for other in relayed}
     pairs = math.comb(len(members), 2)
@@ -244,7 +244,7 @@ def _fixed_port(config: NetworkConfig) -> str:
 
 
 def _try_it(maddr: str) -> str:
-    """How to test it: a bootstrap node here, and the doctor on a machine elsewhere."""
+    """How to test an address: run a bootstrap node here, and the doctor on a machine elsewhere."""
     listen = f"/ip4/0.0.0.0/tcp/{_port(maddr)}"
     return (
         f"here: p2ptrain bootstrap --host-maddrs {listen} · on a machine elsewhere: p2ptrain doctor "

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.files import open_file
-from p2ptrain.settings.free_memory import free_memory_bytes
+from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
 from p2ptrain.training.memory import check_text
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.free_memory import free_memory_bytes
+from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.model_defaults import BATCH_WINDOWS, EVAL_STEPS, model_defaults
 from p2ptrain.settings.table import did_you_mean
 from p2ptrain.training.memory import check_parameters

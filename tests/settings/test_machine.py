@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.settings import cores
+from p2ptrain.settings import machine
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from p2ptrain.settings import cores
 def test_a_container_may_use_what_its_quota_allows(
     quota: str | None, usable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(cores, "CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(machine, "CGROUP_QUOTA", tmp_path / "cpu.max")
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota)
-    assert cores.usable_cores() == usable
+    assert machine.usable_cores() == usable

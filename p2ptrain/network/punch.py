@@ -25,13 +25,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.daemon import Connections, dial, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
-from p2ptrain.network.socket_stream import LINGER_S, SocketStream, receive_message, send_message
+from p2ptrain.network.socket_stream import LINGER_S, Service, SocketStream, receive_message, send_message
 from p2ptrain.network.thread import from_asyncio
 from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
@@ -50,7 +49,7 @@ FAILED_S = 600.0
 MAX_FAILED = 1024
 # More requests are refused, so that neither a relay nor who asks it can make us send many packets to strangers. As many
 # a minute, for each relay, as half of the most links of a peer, which itself asks the other half (guess).
-MAX_AT_ONCE = 8
+MAX_AT_ONCE = 16
 MAX_A_MINUTE = 32
 # Joined connections at once to peers that one relay named: as many as half of the most links.
 MAX_JOINED = 32
@@ -245,6 +244,7 @@ class Puncher:
         refusal: Refusal,
     ) -> None:
         """`maddrs` gives our own addresses, `relays` those peers that may ask us to dial: where we have a place."""
+        self.service = Service("dialling a peer behind another router", MAX_AT_ONCE)
         self._control_path = control_path
         self._peer_id = peer_id
         self._maddrs = maddrs
@@ -256,34 +256,13 @@ class Puncher:
         self._for_relay: dict[str, DialBudget] = {}
         self._asking: set[str] = set()
         self._asked: dict[str, trio.Event] = {}
-        self._errors = ErrorLog(logger)
-        self._waiting, self._incoming = trio.open_memory_channel[SocketStream](MAX_AT_ONCE)
 
     def take(self, stream: SocketStream) -> None:
         """Take a stream from a relay. Called in the event loop."""
-        if stream.remote not in self._relays():
+        if stream.remote in self._relays():
+            self.service.take(stream, self._answer)
+        else:
             stream.fail("no relay of ours")
-            return
-        try:
-            self._waiting.send_nowait(stream)
-        except trio.WouldBlock:
-            stream.fail("too many requests at once")
-
-    async def serve(self) -> None:
-        """Answer requests of relays, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            for _ in range(MAX_AT_ONCE):
-                nursery.start_soon(self._serve)
-
-    async def _serve(self) -> None:
-        async for stream in self._incoming:
-            with self._errors.containing("dialling a peer behind another router"):
-                try:
-                    await self._answer(stream)
-                except (PeerLostError, trio.TooSlowError) as error:
-                    logger.debug("no direct connection was made for relay %s: %s", stream.remote, error)
-                finally:
-                    await stream.aclose()
 
     async def _answer(self, relay: SocketStream) -> None:
         with trio.fail_after(ASK_TIMEOUT_S):

@@ -21,14 +21,13 @@ from collections.abc import Awaitable, Callable, Collection
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.daemon import Connections, connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, outer_of, peer_at
-from p2ptrain.network.socket_stream import SocketStream, receive_message, send_message
+from p2ptrain.network.socket_stream import Service, SocketStream, receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream, said_here
@@ -78,6 +77,7 @@ class Relay:
     """
 
     def __init__(self, control_path: str, max_reservations: int, rate_mbit: float, refusal: Refusal) -> None:
+        self.service = Service("relaying", MAX_STREAMS)
         self._control_path = control_path
         self._max_reservations = max_reservations
         self._refusal = refusal
@@ -87,58 +87,32 @@ class Relay:
         self._punches: dict[str, TokenBucket] = {}
         self._connections = Connections(control_path, REQUEST_TIMEOUT_S)
         self._circuits: Counter[str] = Counter()
-        self._streams = 0
-        self._errors = ErrorLog(logger)
-        self._waiting, self._incoming = trio.open_memory_channel[tuple[SocketStream, Connect]](MAX_STREAMS)
 
     def take(self, stream: SocketStream) -> None:
         """Take a stream for the hop protocol from a peer. Called in the event loop."""
-        self._take(stream, self._connect)
+        self.service.take(stream, lambda source: self._answer(source, self._connect))
 
     def take_punch(self, stream: SocketStream) -> None:
         """Take a stream from a peer that wants a direct connection, see `punch`. Called in the event loop."""
-        self._take(stream, self._introduce)
-
-    def _take(self, stream: SocketStream, connect: Connect) -> None:
-        if self._streams == MAX_STREAMS:
-            stream.fail("too many requests at once")
-            return
-        self._streams += 1
-        self._waiting.send_nowait((stream, connect))
-
-    async def serve(self) -> None:
-        """Answer requests and carry circuits, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            async for stream, connect in self._incoming:
-                nursery.start_soon(self._serve, stream, connect)
-
-    async def _serve(self, stream: SocketStream, connect: Connect) -> None:
-        with self._errors.containing("relaying"):
-            await self._answer(stream, connect)
+        self.service.take(stream, lambda source: self._answer(source, self._introduce))
 
     async def _answer(self, stream: SocketStream, connect: Connect) -> None:
-        try:
-            with trio.fail_after(REQUEST_TIMEOUT_S):
-                request, _ = await receive_message(stream, HopMessage)
-            if self._refusal(stream.remote) is not None:
-                await send_message(stream, _status(Status.PERMISSION_DENIED))
-                return
-            match request.type if request.HasField("type") else None:
-                case HopMessage.RESERVE:
-                    await send_message(stream, self._reserve(stream.remote))
-                case HopMessage.CONNECT:
-                    target = _target_of(request)
-                    if target not in self._reserved or self._refusal(target) is not None:
-                        await send_message(stream, _status(Status.NO_RESERVATION))
-                    else:
-                        await connect(stream, target)
-                case _:
-                    await send_message(stream, _status(Status.MALFORMED_MESSAGE))
-        except (PeerLostError, trio.TooSlowError) as error:
-            logger.debug("a relay request of %s failed: %s", stream.remote, error)
-        finally:
-            self._streams -= 1
-            await stream.aclose()
+        with trio.fail_after(REQUEST_TIMEOUT_S):
+            request, _ = await receive_message(stream, HopMessage)
+        if self._refusal(stream.remote) is not None:
+            await send_message(stream, _status(Status.PERMISSION_DENIED))
+            return
+        match request.type if request.HasField("type") else None:
+            case HopMessage.RESERVE:
+                await send_message(stream, self._reserve(stream.remote))
+            case HopMessage.CONNECT:
+                target = _target_of(request)
+                if target not in self._reserved or self._refusal(target) is not None:
+                    await send_message(stream, _status(Status.NO_RESERVATION))
+                else:
+                    await connect(stream, target)
+            case _:
+                await send_message(stream, _status(Status.MALFORMED_MESSAGE))
 
     def _reserve(self, peer_id: str) -> HopMessage:
         if peer_id not in self._reserved and len(self._reserved) >= self._max_reservations:

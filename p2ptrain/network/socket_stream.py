@@ -1,4 +1,4 @@
-"""A stream over a socket of the event loop, and protobuf messages on streams.
+"""A stream over a socket of the event loop, protobuf messages on streams, and services for streams.
 
 The socket is one to libp2p's daemon (p2pd), which carries one of libp2p's streams, or has TLS. p2pd's connections begin
 with one message, and raw bytes follow (`daemon`). Messages have a length prefix, as p2pd and libp2p's own protocols
@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import trio
 from google.protobuf.message import DecodeError, Message
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.wire.transport import Stream
+
+logger = logging.getLogger(__name__)
 
 # Received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
@@ -282,3 +286,43 @@ class SocketStream:
         self._broken = self._broken or reason
         self._receivers.unpark_all()
         self._senders.unpark_all()
+
+
+Handle = Callable[[SocketStream], Awaitable[None]]
+"""Serves one stream. May raise PeerLostError or TooSlowError."""
+
+
+class Service:
+    """Handles the streams that other peers open for a protocol, at most `limit` at once. More are refused."""
+
+    def __init__(self, doing: str, limit: int) -> None:
+        """`doing`: what it does, for the log."""
+        self._doing = doing
+        self._limit = limit
+        self._taken = 0
+        self._errors = ErrorLog(logger)
+        self._waiting, self._incoming = trio.open_memory_channel[tuple[SocketStream, Handle]](limit)
+
+    def take(self, stream: SocketStream, handle: Handle) -> None:
+        """Have `serve` handle a stream, and close it then. Called in the event loop."""
+        if self._taken == self._limit:
+            stream.fail("too many requests at once")
+        else:
+            self._taken += 1
+            self._waiting.send_nowait((stream, handle))
+
+    async def serve(self) -> None:
+        """Handle the streams that are taken, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            async for stream, handle in self._incoming:
+                nursery.start_soon(self._serve_one, stream, handle)
+
+    async def _serve_one(self, stream: SocketStream, handle: Handle) -> None:
+        with self._errors.containing(self._doing):
+            try:
+                await handle(stream)
+            except (PeerLostError, trio.TooSlowError) as error:
+                logger.debug("%s for %s failed: %s", self._doing, stream.remote, error)
+            finally:
+                self._taken -= 1
+                await stream.aclose()

@@ -24,10 +24,9 @@ from typing import Any
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.daemon import open_stream
-from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.socket_stream import Service, SocketStream
 from p2ptrain.network.thread import open_background
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
@@ -276,36 +275,19 @@ async def _send_zeros(stream: Stream) -> None:
 
 
 class RateCounter:
-    """Answers those who ask how fast they can send to us."""
+    """Tells peers how fast they can send to us, one at a time."""
 
     def __init__(self, refusal: Refusal) -> None:
+        self.service = Service("measuring a rate", 1)
         self._refusal = refusal
         self._allowance = TokenBucket(MOST_BYTES_A_MINUTE / 60, MOST_BYTES_A_MINUTE, now=0.0)
-        self._errors = ErrorLog(logger)
-        # Without room, so that only a stream that is served now is taken.
-        self._waiting, self._incoming = trio.open_memory_channel[SocketStream](0)
 
     def take(self, stream: SocketStream) -> None:
         """Take an upload. Called in the event loop."""
-        try:
-            self._waiting.send_nowait(stream)
-        except trio.WouldBlock:
-            stream.fail("another one is measured")
+        self.service.take(stream, self._count)
 
-    async def serve(self) -> None:
-        """Count uploads, until cancelled."""
-        async for stream in self._incoming:
-            with self._errors.containing("measuring a rate"):
-                try:
-                    if self._refusal(stream.remote) is None:
-                        await self._count(stream)
-                except PeerLostError as error:
-                    logger.debug("the rate from %s was not measured: %s", stream.remote, error)
-                finally:
-                    await stream.aclose()
-
-    async def _count(self, stream: Stream) -> None:
-        if not self._allowance.spend(MOST_BYTES, trio.current_time()):
+    async def _count(self, stream: SocketStream) -> None:
+        if self._refusal(stream.remote) is not None or not self._allowance.spend(MOST_BYTES, trio.current_time()):
             return
         arrivals: list[Arrival] = []
         count = 0

@@ -338,10 +338,11 @@ class Peer:
         first (`finish_landing`), so call it before you copy the weights.
 
         Returns:
-            `head`: str, the last round and the voters of the next, packed, in hex. `run_step`: int, position in the
-            run. `anchor`: (blocks, 64) float32, the weights of the last round in the flat layout, followed by the inner
-            moments if rounds average them. `moments`: list of tensors of that shape, of the outer optimizer. Tensors
-            are copies on the CPU, owned by the caller.
+            `head`: str, the last round and the voters of the next, packed, in hex. `history`: str, the run's genesis
+            and latest rounds, likewise. `run_step`: int, position in the run. `anchor`: (blocks, 64) float32, the
+            weights of the last round in the flat layout, followed by the inner moments if rounds average them.
+            `moments`: list of tensors of that shape, of the outer optimizer. Tensors are copies on the CPU, owned by
+            the caller.
 
         Raises:
             TimeoutError: a round takes more than 120 s to change the state.

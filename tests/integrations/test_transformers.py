@@ -92,7 +92,8 @@ def test_a_checkpoint_holds_the_peers_part_and_the_further_one_counts(tmp_path: 
     again = trainer(peer, tmp_path, save_strategy="no")
     again.train(resume_from_checkpoint=True)
     assert peer.restored is not None
-    assert (peer.restored["head"], peer.restored["run_step"]) == ("ab12", 6)
+    assert peer.restored.keys() == before.state_dict().keys()
+    assert (peer.restored["head"], peer.restored["history"], peer.restored["run_step"]) == ("ab12", "cd34", 6)
     assert [float(tensor[0, 0]) for tensor in (peer.restored["anchor"], *peer.restored["moments"])] == [1.0, 2.0, 3.0]
     assert len(peer.losses) == (2 if run_is_at == 0 else 1)
     embedding = again.model.transformer.wte.weight

@@ -141,28 +141,24 @@ class DeviceFlat:
             return None
 
 
+@dataclass(frozen=True, slots=True)
 class _Compared:
     """Implements `Comparison`: a received fragment on the device, and its distance from θ when it was compared."""
 
-    def __init__(
-        self,
-        view: ParameterView,
-        side: SideStream,
-        placed: PlacedPlan,
-        theirs: torch.Tensor,
-        own_rms: float,
-        rms: float,
-    ) -> None:
-        self.own_rms = own_rms
-        self._view, self._side, self._placed, self._theirs, self._rms = view, side, placed, theirs, rms
+    view: ParameterView
+    side: SideStream
+    placed: PlacedPlan
+    theirs: torch.Tensor
+    own_rms: float
+    rms: float
 
     @torch.no_grad()
     def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
-        if math.isfinite(self._rms) and self._rms <= max_rms:
-            mixed = self._view.gather_on_device(self._placed)
-            mixed.lerp_(self._theirs, weight if isinstance(weight, float) else _uploaded(self._side, weight))
-            self._view.scatter_on_device(self._placed, mixed)
-        return self._rms
+        if math.isfinite(self.rms) and self.rms <= max_rms:
+            mixed = self.view.gather_on_device(self.placed)
+            mixed.lerp_(self.theirs, weight if isinstance(weight, float) else _uploaded(self.side, weight))
+            self.view.scatter_on_device(self.placed, mixed)
+        return self.rms
 
 
 def _uploaded(side: SideStream, values: torch.Tensor) -> torch.Tensor:

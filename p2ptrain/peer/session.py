@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,38 +103,34 @@ class NetworkSession:
         Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain, and RunKeyError or
         NotAllowedError if no member was found, and an initial peer refuses us.
         """
-
-        async def find() -> RunConfig | None:
-            return await ask_settings(
-                self.network.transport,
-                self.network.directory,
-                run_id,
-                timeout_s=FIND_RUN_S,
-                rng=random.Random(),
-                chosen=self._chosen,
-                closed=self._closed_run(run_id),
-                refusal=self.network.access.refusal,
-                ours=ours,
-                fits=lambda run: agrees(explicit or {}, run),
-            )
-
+        find = partial(
+            ask_settings,
+            self.network.transport,
+            self.network.directory,
+            run_id,
+            timeout_s=FIND_RUN_S,
+            rng=random.Random(),
+            chosen=self._chosen,
+            closed=self._closed_run(run_id),
+            refusal=self.network.access.refusal,
+            ours=ours,
+            fits=lambda run: agrees(explicit or {}, run),
+        )
         return self._thread.run(find, timeout_s=MAX_LOOK_S + 30)
 
     def find_tokenizer(self, run: RunConfig) -> bytes | None:
         """Get the run's tokenizer file from its members; None if no member has it. Blocks while donors send."""
-
-        async def find() -> bytes | None:
-            return await ask_tokenizer(
-                self.network.transport,
-                self.network.directory,
-                run.run_id,
-                run.tokenizer,
-                rng=random.Random(),
-                chosen=self._chosen,
-                closed=self._closed_run(run.run_id),
-                refusal=self.network.access.refusal,
-            )
-
+        find = partial(
+            ask_tokenizer,
+            self.network.transport,
+            self.network.directory,
+            run.run_id,
+            run.tokenizer,
+            rng=random.Random(),
+            chosen=self._chosen,
+            closed=self._closed_run(run.run_id),
+            refusal=self.network.access.refusal,
+        )
         return self._thread.run(find, timeout_s=MAX_TOKENIZER_S)
 
     def members(self, run_id: str) -> list[MemberInfo]:
@@ -141,24 +138,14 @@ class NetworkSession:
 
         Raises RunKeyError or NotAllowedError if there is none, and an initial peer refuses us.
         """
-
-        async def look() -> list[MemberInfo]:
-            return await list_members(
-                self.network.transport,
-                self.network.directory,
-                run_id,
-                chosen=self._chosen,
-                closed=self._closed_run(run_id),
-            )
-
+        transport, directory = self.network.transport, self.network.directory
+        look = partial(list_members, transport, directory, run_id, chosen=self._chosen, closed=self._closed_run(run_id))
         return self._thread.run(look, timeout_s=MEMBERS_TIMEOUT_S)
 
     def check_key(self, run_id: str) -> None:
         """Raise RunKeyError or NotAllowedError if an initial peer refuses us. Blocks for a few seconds at most."""
-
-        async def check() -> None:
-            await check_key(self.network.transport, run_id, chosen=self._chosen, closed=self._closed_run(run_id))
-
+        closed = self._closed_run(run_id)
+        check = partial(check_key, self.network.transport, run_id, chosen=self._chosen, closed=closed)
         self._thread.run(check, timeout_s=30)
 
     def accept_nobody(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -122,20 +123,20 @@ class CudaSideStream:
             logger.warning("host memory cannot be pinned (%s): training waits for copies to and from the GPU", error)
 
 
+@dataclass(frozen=True, slots=True)
 class _Recorded:
     """Implements `Pending` with an event, recorded after the work."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, held: tuple[torch.Tensor, ...]) -> None:
-        self._event = event
-        self._device = device
-        self._held = held
+    event: torch.cuda.Event
+    device: torch.device
+    held: tuple[torch.Tensor, ...]
 
     @property
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         if not self.done:
-            self._event.synchronize()
+            self.event.synchronize()
         # Nothing is left to wait for, but torch's sanitizer does not see what the host has waited for.
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)

@@ -45,9 +45,9 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
-# Normally milliseconds; a UPnP router that is slow to drop its port mapping can delay it.
+# p2pd normally ends within milliseconds, and later if a UPnP router is slow to drop its port mapping.
 TERMINATE_TIMEOUT_S = 2.0
-# p2pd answers control requests within a millisecond; this is for a machine under heavy load.
+# p2pd answers control requests within a millisecond, except on a machine under heavy load.
 CONTROL_TIMEOUT_S = 10.0
 # libp2p gives each address 5 s; through a relay it takes longer.
 DIAL_TIMEOUT_S = 10.0
@@ -84,7 +84,7 @@ if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
 
 @dataclass
 class Daemon:
-    """A running p2pd: its process, the unix socket for requests, whether it has ended, and the end of its output."""
+    """A running p2pd: its process, its socket for requests, whether it has ended, and its last lines of output."""
 
     process: subprocess.Popen[bytes]
     control_path: str
@@ -214,7 +214,7 @@ async def _end(daemon: Daemon) -> None:
 
 
 def killed_with_us(command: Sequence[str]) -> list[str]:
-    """A command whose process Linux kills when the thread that starts it ends, however that ends."""
+    """A command whose process Linux kills when the thread that started it ends, for whatever reason."""
     if sys.platform != "linux" or not sys.executable:
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _KILLED_WITH_PARENT, str(os.getpid()), *command]
@@ -253,7 +253,7 @@ def _parent() -> Path:
 
 
 def identify(stream: SocketStream, info: Any) -> None:
-    """Write remote and relay of p2pd's StreamInfo into a stream."""
+    """Set a stream's remote and relay from p2pd's StreamInfo."""
     stream.remote, stream.relay = PeerID(info.peer).to_base58(), relay_of(maddr_text(info.addr))
 
 
@@ -295,9 +295,8 @@ async def open_stream(
 ) -> SocketStream:
     """Open a stream to a peer that p2pd is connected to or has an address of. The caller closes it.
 
-    `among`: as of `SocketStream`.
-
-    Raises PeerLostError if the peer cannot be reached in time, or does not speak the protocol.
+    `among`: as for `SocketStream`. Raises PeerLostError if the peer cannot be reached in time, or does not speak the
+    protocol.
     """
     opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol], timeout=math.ceil(timeout_s))
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
@@ -326,9 +325,9 @@ async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiadd
 
 
 async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
-    """Have p2pd connect to a peer, if it is not connected yet. Raises PeerLostError if it cannot be reached in time.
+    """Have p2pd connect to a peer unless it is connected. Raises PeerLostError if the peer is not reached in time.
 
-    Malformed addresses in `maddrs` are ignored. If it is empty, libp2p's own DHT is asked.
+    Malformed addresses in `maddrs` are ignored. If there are none, p2pd asks libp2p's own DHT for addresses.
     """
     connecting = p2pd_pb2.ConnectRequest(
         peer=peer_id_bytes(peer_id), addrs=hints(maddrs, peer_id), timeout=math.ceil(timeout_s)
@@ -352,7 +351,7 @@ def maddr_text(maddr: bytes) -> str:
 
 
 class Connections:
-    """The connections of p2pd, listed once for all who ask within a while. Listing takes half a millisecond."""
+    """Remembers the connections of p2pd for a while, because listing them takes half a millisecond."""
 
     def __init__(self, control_path: str, timeout_s: float) -> None:
         self._control_path = control_path
@@ -362,7 +361,7 @@ class Connections:
         self._lock = trio.Lock()
 
     async def listed(self, most_s: float) -> list[tuple[str, str]]:
-        """As `connections`, from a list that is at most so old. Raises PeerLostError."""
+        """As `connections`, at most `most_s` seconds ago. Raises PeerLostError."""
         asked_s = trio.current_time()
         async with self._lock:
             if asked_s - self._listed_s > most_s:

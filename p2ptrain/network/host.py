@@ -56,17 +56,17 @@ FIND_TIMEOUT_S = 3.0
 
 
 def ignore(event: str, /, **fields: object) -> None:
-    """Writes nothing, while nobody records events."""
+    """Used while nobody records events."""
 
 
 class Network:
     """An open network, made by `open_network`. Owns the daemon, and connects transport and directory to it.
 
     Attributes:
-        transport, directory: the same objects through all restarts of the daemon.
-        bulk: opens and accepts bulk connections; None: off.
+        transport, directory: stay the same when the daemon is restarted.
+        bulk: opens and accepts bulk connections; None if the user has turned them off.
         peer_id: our identity, base58.
-        access: the peers that this machine refuses; kept up to date with its files.
+        access: which peers this machine refuses; follows its files.
         failure: why no daemon will be started again; None until then.
     """
 
@@ -122,7 +122,7 @@ class Network:
                 if not has_started:
                     raise
                 lived_s, reason = 0.0, str(error)
-                if not isinstance(error, ConfigError):  # a bug of ours or of a library costs this daemon only
+                if not isinstance(error, ConfigError):  # a bug of ours or of a library: it costs this daemon only
                     reason = repr(innermost(error))
                     self._errors.note("using the libp2p daemon; it is replaced", error)
             if (delay_s := restarts.next_delay_s(lived_s)) is None:
@@ -131,7 +131,7 @@ class Network:
             logger.warning("the libp2p daemon (p2pd) died (%s); restarting it", reason)
             await trio.sleep(delay_s)
             host_maddrs = self._config.host_maddrs
-            if restarts.count == 1:  # on the ports that other peers know, if they are still free
+            if restarts.count == 1:  # try the ports that other peers know
                 host_maddrs = addresses.with_ports_of(host_maddrs, self.transport.maddrs)
             config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
         self.failure = TransientError(
@@ -150,7 +150,7 @@ class Network:
 
     @contextlib.contextmanager
     def recording(self, write: Callable[..., object]) -> Iterator[None]:
-        """Record each death and restart of the daemon with `write` (`Sink.write`), on the network thread."""
+        """Until the block ends, pass each death and restart of the daemon to `write`, on the network thread."""
         self._write = write
         try:
             yield
@@ -163,7 +163,10 @@ class Network:
 
     @contextlib.asynccontextmanager
     async def _online(self, config: NetworkConfig, *, reach: bool) -> AsyncIterator[Daemon]:
-        """A daemon with transport and directory connected; with `reach`, it must reach an initial peer first."""
+        """Run a daemon with transport and directory connected to it.
+
+        With `reach`, it must reach an initial peer first.
+        """
         flags = peer_flags(config, self._identity.path)
         async with run_daemon(flags, Path(self.transport.control_path), config.startup_timeout_s) as daemon:
             try:
@@ -179,7 +182,7 @@ class Network:
 
 @contextlib.asynccontextmanager
 async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIterator[Network]:
-    """Join the network until the block ends. Leaves no process and no socket behind, also when entering fails.
+    """Be part of the network until the block ends. Leaves no process and no socket behind, also when entering fails.
 
     Call it in a task of the network thread.
 
@@ -192,16 +195,17 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         UnreachableError: no initial peer can be reached. Takes at most 25 s.
     """
     access = Access(config)
-    addresses.check_initial_peers((*config.initial_peers, *config.remembered_peers))
+    addresses.check_initial_peers(ways_in(config))
     addresses.check_host_maddrs(config.host_maddrs)
     addresses.check_announce_maddrs(config.announce_maddrs)
     with scratch_directory() as scratch, hold_identity(config.identity, scratch) as identity:
         # All peers may be given the same list of initial peers, so it may contain our own addresses.
-        own = tuple(maddr for maddr in config.initial_peers if maddr.endswith(f"/p2p/{identity.peer_id}"))
+        ours = f"/p2p/{identity.peer_id}"
+        own = tuple(maddr for maddr in config.initial_peers if maddr.endswith(ours))
         config = dataclasses.replace(
             config,
-            initial_peers=tuple(m for m in config.initial_peers if m not in own),
-            remembered_peers=tuple(m for m in config.remembered_peers if not m.endswith(f"/p2p/{identity.peer_id}")),
+            initial_peers=tuple(maddr for maddr in config.initial_peers if not maddr.endswith(ours)),
+            remembered_peers=tuple(maddr for maddr in config.remembered_peers if not maddr.endswith(ours)),
         )
         if (own or (ways_in(config) and not alone)) and not identity.is_new:
             await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask_others=not alone)
@@ -218,23 +222,23 @@ async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) 
 
     Raises UnreachableError if none can be reached. The message gives the reason for each. Takes at most 10 s.
     """
-    addresses = by_peer_id(initial_peers)
+    maddrs_of = by_peer_id(initial_peers)
     connected: list[str] = []
     failures: dict[str, str] = {}
 
     async def attempt(peer_id: str, scope: trio.CancelScope) -> None:
         try:
-            await dial(control_path, peer_id, addresses[peer_id], DIAL_TIMEOUT_S)
+            await dial(control_path, peer_id, maddrs_of[peer_id], DIAL_TIMEOUT_S)
         except PeerLostError as error:
-            failures[", ".join(addresses[peer_id])] = str(error)
+            failures[", ".join(maddrs_of[peer_id])] = str(error)
         else:
             connected.append(peer_id)
             scope.deadline = min(scope.deadline, trio.current_time() + STRAGGLERS_S)
 
     async with trio.open_nursery() as nursery:
-        for peer_id in addresses:
+        for peer_id in maddrs_of:
             nursery.start_soon(attempt, peer_id, nursery.cancel_scope)
-    if addresses and not connected:
+    if maddrs_of and not connected:
         found = "; ".join(f"{maddr} ({explain_dial(message)})" for maddr, message in failures.items())
         raise UnreachableError(
             f"no initial peer can be reached: {found}. Check that the peer is running, that address and port are "

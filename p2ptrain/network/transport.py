@@ -49,7 +49,7 @@ FIRST_RESERVATIONS_S = 2.0
 class LibP2P:
     """Opens and accepts streams of this peer: implements `protocol.wire.transport.Transport`.
 
-    It outlives its daemon: when the daemon dies all streams break, and streams work again with the next daemon.
+    It outlives its daemon: all streams break when the daemon dies, and new ones can be opened with the next daemon.
 
     Attributes:
         peer_id: our identity, base58.
@@ -63,7 +63,7 @@ class LibP2P:
             config: our addresses. If none is public, we need reservations at relays; otherwise we may be one.
             identity: ours.
             directory: for the sockets.
-            refusal: why a peer is refused: we neither relay for it nor through it, and count no bytes for it.
+            refusal: says why a peer is refused. We relay neither for it nor through it, and measure no rate for it.
         """
         self.peer_id = identity.peer_id
         self.maddrs: list[str] = []
@@ -75,15 +75,18 @@ class LibP2P:
         self._reservations: Reservations | None = None
         self._puncher: Puncher | None = None
         self._relay: Relay | None = None
-        self._rate_counter = RateCounter(refusal)
-        self._takes: dict[str, Callable[[SocketStream], None]] = {RATE: self._rate_counter.take}
+        rates = RateCounter(refusal)
+        self._services = [rates.service]
+        self._takes: dict[str, Callable[[SocketStream], None]] = {RATE: rates.take}
         if not has_public_address(config.host_maddrs, config.announce_maddrs):
             self._reservations = Reservations(self.control_path, refusal)
             relays = self._reservations.relays
             self._puncher = Puncher(self.control_path, self.peer_id, lambda: self.maddrs, relays, refusal)
+            self._services.append(self._puncher.service)
             self._takes[PUNCH] = self._puncher.take
         elif config.relay_peers:
             self._relay = Relay(self.control_path, config.relay_peers, config.relay_mbit, refusal)
+            self._services.append(self._relay.service)
             self._takes |= {HOP: self._relay.take, PUNCH: self._relay.take_punch}
         self._online = trio.Event()
         self._streams: set[SocketStream] = set()
@@ -91,7 +94,7 @@ class LibP2P:
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Take incoming streams from any daemon of our identity, through a socket of ours, until the block ends."""
+        """Until the block ends, take incoming streams from our daemons, through a socket of ours."""
         loop = asyncio.get_running_loop()
         serving = loop.create_unix_server(lambda: SocketStream(self._take, among=self._streams), self._streams_path)  # type: ignore
         server = await from_asyncio(serving)
@@ -145,9 +148,8 @@ class LibP2P:
             async with open_background() as background:
                 if self._reservations is not None:
                     background.start_soon(self._keep_reservations, self._reservations)
-                for server in (self._rate_counter, self._relay, self._puncher):
-                    if server is not None:
-                        background.start_soon(server.service.serve)
+                for service in self._services:
+                    background.start_soon(service.serve)
                 background.start_soon(self._keep_maddrs, daemon)
                 background.start_soon(self._watch, daemon)
                 self._online.set()
@@ -157,7 +159,7 @@ class LibP2P:
             await self._close_streams()
 
     def _take(self, stream: SocketStream, message: bytes) -> None:
-        """Take an incoming stream, for `accept`, the relay or the puncher. `message` names the peer."""
+        """Pass an incoming stream to a service or to `accept`. `message` names the peer and the protocol."""
         info = p2pd_pb2.StreamInfo.FromString(message)
         identify(stream, info)
         if (take := self._takes.get(info.proto)) is not None:
@@ -170,7 +172,7 @@ class LibP2P:
             stream.fail("too many streams")
 
     def _go_offline(self) -> None:
-        if self._online.is_set():
+        if self._online.is_set():  # else some may be waiting for the present event
             self._online = trio.Event()
 
     def _break_streams(self, reason: str) -> None:

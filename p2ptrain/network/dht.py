@@ -201,7 +201,7 @@ async def join_dht(
     Args:
         identity: signs our records; the daemon's too.
         config: its initial and remembered peers are dialled again when they are lost.
-        connected: ids of the peers to join through, which the daemon is connected to. None for the first peer of a
+        connected: ids of the peers to join through, which the daemon is connected to. Empty for the first peer of a
             network, or to wait until a peer connects.
 
     Raises:

@@ -5,9 +5,9 @@ A relay is a peer with a public address that forwards bytes between peers that c
 the relay for a connection ("hop"), the relay asks the target ("stop" protocol), and then forwards bytes both ways. The
 ends of a circuit encrypt and authenticate their traffic: a relay sees only who talks to whom, and how much.
 
-Both sides are here because p2pd's own do not suffice. Its relay ends each circuit after two minutes or 128 KiB; its
-flags for higher limits sometimes have no effect, because two of its parts race for the protocol. And it reserves only
-at relays named at its start, if all answer and after other peers report that it is behind NAT, or after three minutes.
+p2pd has both sides, too, and they do not suffice. Its relay ends each circuit after two minutes or 128 KiB; its flags
+for higher limits sometimes have no effect, because two of its parts race for the protocol. It reserves only at relays
+named at its start, if all of them answer, and after other peers report that it is behind NAT, or after three minutes.
 A reservation takes one message, so we send it to any connected public peers.
 """
 
@@ -37,43 +37,44 @@ logger = logging.getLogger(__name__)
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 STOP = "/libp2p/circuit/relay/0.2.0/stop"
-# Peers renew their reservation three times a minute; that of a peer that vanished expires after this.
+# How long a reservation lasts. Peers renew theirs three times a minute.
 RESERVATION_S = 120.0
 REQUEST_TIMEOUT_S = 10.0
 # How often a circuit checks whether its ends are refused by now; the lists are read as often.
 ASK_REFUSAL_EVERY_S = 2.0
-# Requests and circuits at once; more are refused.
+# How many requests and circuits there may be at once; more are refused.
 MAX_STREAMS = 512
 # Share of the relay's rate that one circuit may use, so that four pairs are always carried at a fair speed (guess).
 CIRCUIT_SHARE = 0.25
-# Seconds of a rate that may pass at once after a pause: heartbeats and fragments never wait beside a round.
+# So much of a rate may pass at once after a pause, so that heartbeats and fragments do not wait beside a round.
 BURST_S = 0.5
-# How often p2pd's connections are listed for those who want direct ones, unless one of the two is not among them.
+# How old a list of p2pd's connections may be that has both peers who want a direct one.
 LIST_EVERY_S = 1.0
-# How often one peer may want one: as often as another one dials for us. Peers of which that is remembered.
+# How many direct connections one peer may ask for: as many as it dials for a relay. How many such peers are remembered.
 PUNCHES_A_MINUTE, MAX_PUNCHERS = MAX_A_MINUTE, 1024
-# Our places at relays; the second is a spare. Relays carry all traffic of their peers, so no more are used.
+# How many relays we use; the second is a spare. No more, because relays carry all traffic of their peers.
 MAX_RELAYS = 2
-# A reservation at a p2ptrain peer expires after two minutes, at other relays with the connection; renewing is cheap.
+# A reservation expires after two minutes at a p2ptrain peer, and with the connection at other relays. Renewing is
+# cheap.
 RENEW_EVERY_S = 20.0
 RESERVE_TIMEOUT_S = 3.0
-# A peer that refused is not asked again for a while: it may be full, or not a relay.
+# How long a peer that refused is not asked again: it may be full, or not a relay.
 REFUSED_S = 120.0
-# Relays of which that is remembered; they are connected, and there are never so many (guess).
+# How many such peers are remembered. They are connected, and there are never so many (guess).
 MAX_REFUSED = 1024
 # Many libp2p programs forward 128 KiB for two minutes; that is too little for training.
 MIN_CIRCUIT_BYTES, MIN_CIRCUIT_S = 2**30, 600
 
 Connect = Callable[[SocketStream, str], Awaitable[None]]
-"""What is done for a peer that asks to be connected to another one."""
+"""Connects a peer, which has opened the stream, to the peer with the id."""
 
 
 class Relay:
     """Grants at most `max_reservations` reservations at a time, and carries circuits to peers that have one.
 
-    No peer has more circuits than that. All circuits together carry at most `rate_mbit`, each of them a quarter of it,
-    both directions counted; faster senders wait. A refused peer gets neither a reservation nor a circuit, and its
-    circuits end.
+    No peer has more than `max_reservations` circuits. All circuits together carry at most `rate_mbit`, and each of them
+    a quarter of it, in both directions together; faster senders wait. A refused peer gets neither a reservation nor a
+    circuit, and its circuits end.
     """
 
     def __init__(self, control_path: str, max_reservations: int, rate_mbit: float, refusal: Refusal) -> None:
@@ -151,16 +152,16 @@ class Relay:
     async def _introduce(self, source: SocketStream, target: str) -> None:
         """Tell two peers each other's outer address, and to dial now.
 
-        Both are told at once. What one sends to the other takes longer than the difference between their ways to us,
-        so each router has seen its own peer's packet when the other's arrives. Routers that refuse instead of ignoring
-        what they do not expect need that.
+        Both are told at once. A packet from one to the other takes longer than the difference between their ways to us,
+        so each router has seen its own peer's packet when the other's arrives. Routers that do not ignore but refuse
+        unexpected packets need that.
         """
         if not self._may_punch(source.remote):
             await send_message(source, _status(Status.RESOURCE_LIMIT_EXCEEDED))
             return
         outer = await self._outer_addresses(source.remote, target)
         ours, theirs = outer.get(source.remote), outer.get(target)
-        if ours is None or theirs is None or ours[0] == theirs[0]:  # behind one router they use their own addresses
+        if ours is None or theirs is None or ours[0] == theirs[0]:  # peers behind one router use their own addresses
             await send_message(source, _status(Status.CONNECTION_FAILED))
             return
         request = StopMessage(type=StopMessage.CONNECT, peer=peer_at(source.remote, ours))
@@ -183,7 +184,7 @@ class Relay:
         return bucket.spend(1, trio.current_time())
 
     async def _outer_addresses(self, *peer_ids: str) -> dict[str, Outer]:
-        """Where the connections of our peers come from, these among them, as far as another peer may dial that."""
+        """The outer addresses of our peers, with those of `peer_ids` if they are known."""
         found: dict[str, Outer] = {}
         for most_s in (LIST_EVERY_S, 0.0):
             for peer_id, maddr in await self._connections.listed(most_s):
@@ -230,7 +231,7 @@ class Relay:
             async def forward(source: Stream, target: Stream) -> None:
                 with contextlib.suppress(PeerLostError):
                     while data := await source.receive_some():
-                        # Nothing is read meanwhile, so that the sender waits too.
+                        # Meanwhile nothing is read, so the sender waits too.
                         for bucket in buckets:
                             await trio.sleep(bucket.take(len(data), trio.current_time()))
                         await target.send_all(data)
@@ -255,7 +256,8 @@ def _target_of(request: HopMessage) -> str:
 class Reservations:
     """This peer's reservations, at relays that the user does not refuse.
 
-    `maddrs`: our addresses through them, without our peer id.
+    Attributes:
+        maddrs: our addresses through these relays, without our peer id.
     """
 
     def __init__(self, control_path: str, refusal: Refusal) -> None:
@@ -267,7 +269,7 @@ class Reservations:
         self._refused = ExpiringSet(REFUSED_S, MAX_REFUSED)
 
     def relays(self) -> Collection[str]:
-        """Where we have a place."""
+        """The relays at which we have a reservation."""
         return self._reserved.keys()
 
     async def renew(self) -> None:
@@ -327,7 +329,7 @@ class Reservations:
 
 
 def check_answer(answer: HopMessage) -> None:
-    """Raises PeerLostError unless a relay grants a reservation with limits that are high enough for training."""
+    """Raises PeerLostError unless a relay grants a reservation, with limits that are high enough for training."""
     if answer.status != Status.OK:
         raise PeerLostError(f"it refused, with status {answer.status}")
     # A missing field means no limit, and reads as 0.

@@ -1,11 +1,11 @@
 """A stream over a socket of the event loop, protobuf messages on streams, and services for streams.
 
-The socket is one to libp2p's daemon (p2pd), which carries one of libp2p's streams, or has TLS. p2pd's connections begin
-with one message, and raw bytes follow (`daemon`). Messages have a length prefix, as p2pd and libp2p's own protocols
-frame them; such protocols are circuit relay v2 (`relay`) and AutoNAT (`probe`).
+The socket leads to libp2p's daemon (p2pd), for one of libp2p's streams, or to another peer, with TLS. p2pd's
+connections begin with one message, and raw bytes follow (`daemon`). Messages have a length prefix, as p2pd and libp2p's
+protocols frame them, such as circuit relay v2 (`relay`) and AutoNAT (`probe`).
 
-Unlike hivemind's StreamReader, bytes go from the event loop's callback into a bounded buffer that wakes the trio task:
-there is no asyncio task per read, and peers get backpressure.
+Unlike in hivemind's StreamReader, bytes go from the event loop's callback into a bounded buffer that wakes the trio
+task: there is no asyncio task per read, and peers get backpressure.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from p2ptrain.protocol.wire.transport import Stream
 
 logger = logging.getLogger(__name__)
 
-# Received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
+# Limit of received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
-# Bytes that send_all may leave unsent when it returns.
+# How many bytes may be unsent when send_all returns.
 SEND_BUFFER_BYTES = 256 * 1024
-# A response from p2pd: a list of 128 peers with all their addresses takes about 40 kB.
+# Limit of a response of p2pd: a list of 128 peers with all their addresses takes about 40 kB.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # No message of libp2p's protocols between two peers is longer.
 MAX_FRAME_BYTES = 4096
-# How long bytes accepted by send_all may take to reach p2pd after aclose.
+# How long bytes of send_all may take to reach p2pd after aclose.
 LINGER_S = 2.0
-# p2pd resets the stream when we close our end, and libp2p then drops what the other p2pd has received but not yet
+# p2pd resets the stream when we close our end, and libp2p then drops bytes that the other p2pd has received and not yet
 # delivered. So closing waits until the last bytes are this old: about 100 times their delay on an idle machine.
 LAST_BYTES_S = 0.25
 
@@ -50,7 +50,7 @@ def close_everywhere(ended: socket.socket) -> None:
     last copy is closed. So after `close` alone a port would stay taken, and the other end of a connection would hear
     nothing, for as long as workers live; those with `persistent_workers=True` live on after the peer has left.
     """
-    with contextlib.suppress(OSError):  # it is closed already, or a system that knows no shutdown of such a socket
+    with contextlib.suppress(OSError):  # it is closed already, or the system cannot shut down such a socket
         ended.shutdown(socket.SHUT_RDWR)
     ended.close()
 
@@ -130,9 +130,9 @@ class SocketStream:
         """
         Args:
             on_message: called once, in the event loop, with p2pd's first message.
-            among: a set of the owner's, in which the stream is while it is connected.
+            among: the owner's set of connected streams, in which this one is while it is connected.
             remote: the other end, if it is known.
-            has_first_message: whether it is a connection to p2pd, which begins with a message.
+            has_first_message: whether this is a connection to p2pd, which begins with a message.
         """
         self.remote = remote
         self.relay = ""
@@ -228,7 +228,7 @@ class SocketStream:
         self._receivers.unpark_all()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self._ended:  # else unsent bytes of ours are expected to be lost
+        if not self._ended:  # else we expect to lose unsent bytes
             self._break(f"the connection was lost: {error or 'closed'}")
         self._receivers.unpark_all()
         self._senders.unpark_all()

@@ -16,7 +16,6 @@ import torch
 import trio
 
 from p2ptrain.error_log import ErrorLog
-from p2ptrain.errors import RunMismatchError
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
@@ -37,7 +36,6 @@ from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.os_memory import release_unused
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.joining import Restored
-from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +45,10 @@ class JoinOptions:
     """How a peer joins.
 
     Attributes:
-        may_found: whether it founds the run at once: there is no peer to ask.
-        worker_threads: for the work of rounds.
-        resume_state: its `Peer.state_dict()` of before a restart.
-        on_status: called with what it is doing until it has joined.
+        may_found: whether it founds the run at once, because there is no peer to ask.
+        worker_threads: how many threads do the work of rounds.
+        resume_state: its `Peer.state_dict()` from before a restart.
+        on_status: called with its status until it has joined.
     """
 
     may_found: bool
@@ -62,8 +60,8 @@ class JoinOptions:
 class Peer:
     """One member of a run, made by `p2ptrain.join` or `NetworkSession.enter`; a context manager that leaves at the end.
 
-    Use it from the training thread only, except what is only read: `others`, `alive`, `status`, `run_step`, `maddrs`
-    and the attributes.
+    Call it only from the training thread. Any thread may read `others`, `alive`, `status`, `run_step`, `maddrs` and the
+    attributes.
 
     Attributes:
         run: the run's settings.
@@ -86,14 +84,13 @@ class Peer:
         records: Sink,
         joining: JoinOptions,
     ) -> None:
-        incarnation = secrets.token_hex(8)
         self._parts = parts
-        self.run = _with_layout(run.config, self._parts.layout_sha256)
+        self.run = parts.with_layout(run.config)
         self.peer_id = network.peer_id
         self.data_seed = self.run.data_seed(self.peer_id)
         self._network = network
         self._thread = thread
-        self._incarnation = incarnation
+        self._incarnation = secrets.token_hex(8)
         self._event_log = EventLog(time.time)
         self._records = Sinks([records, self._event_log])
         self._on_leave: Callable[[], None] = lambda: None
@@ -102,12 +99,11 @@ class Peer:
         self._record_s = 0.0
         self._status = ""
         self._errors = ErrorLog(logger)
-        averaged = self._parts.averaged(self.run, optimizer)
         self._exchange = Exchange(
-            self._parts.view,
+            parts.view,
             self.run,
-            averaged=averaged,
-            transfers=self._parts.transfers(),
+            averaged=parts.averaged(self.run, optimizer),
+            transfers=parts.transfers(),
             clock=time.monotonic,
             post=thread.post,
             cpu_clock=time.thread_time,
@@ -118,13 +114,13 @@ class Peer:
             run_id=self.run.run_id,
             run_digest=self.run.digest,
             maddrs=self.maddrs,
-            incarnation=incarnation,
-            parameters=self._parts.space.numel,
+            incarnation=self._incarnation,
+            parameters=parts.space.numel,
             run=self.run.to_dict(),
         )
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
-            own = incarnation_of(incarnation, number)
+            own = incarnation_of(self._incarnation, number)
             trains = number > 0 and self._runner.last_ready.ready.is_set()
             return Node(
                 dataclasses.replace(run, config=self.run),
@@ -168,7 +164,7 @@ class Peer:
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         """Exchange with the other peers; call it once after every optimizer step.
 
-        Only this call changes the weights, and `finish_landing()`. It never raises for network errors: missing updates
+        Only this call and `finish_landing()` change the weights. It never raises for network errors: missing updates
         are skipped and counted. A round runs in the background and lands in a later call.
 
         Args:
@@ -216,7 +212,7 @@ class Peer:
         return self._exchange.finished
 
     def finish_landing(self) -> bool:
-        """Land the rest of a round of which a part has landed in the weights, so that all are of one epoch.
+        """Land the rest of a round that has landed in part, so that all weights are of one epoch.
 
         The landing of a large model takes several steps on a CPU. Call this before you copy or evaluate the weights.
         The next `step()` reports the round. Returns False if an error, which is logged, has left weights of two epochs;
@@ -398,13 +394,4 @@ class Peer:
 
 
 def _keep_buffers(data: bytes) -> None:
-    """Once training has begun, buffers stay our own: a forward pass may be using them."""
-
-
-def _with_layout(run: RunConfig, layout: str) -> RunConfig:
-    if run.model_layout and run.model_layout != layout:
-        raise RunMismatchError(
-            f"model: its parameters (names, shapes, dtypes, which are trained, frozen values) hash to {layout[:12]}, "
-            f"those of run {run.run_id!r} to {run.model_layout[:12]}; build the same model, or choose another run_id"
-        )
-    return dataclasses.replace(run, model_layout=layout)
+    """Ignores a member's buffers: once training has begun, a forward pass may be using ours."""

@@ -25,7 +25,7 @@ from p2ptrain.peer.rank_sockets import MOST_BYTES, RankSockets, open_sockets
 SETTLE_TIMEOUT_S, SETTLE_POLL_S = 5.0, 0.001
 # Tensors up to this size go over the sockets, from rank 0 to one rank after the other. Guess.
 SOCKET_BYTES = 1 << 16
-# What a message over the sockets begins with: that its bytes follow, or that they come through the group.
+# The first byte of a message over the sockets: its bytes follow there, or they come through the group.
 HERE, IN_GROUP = b"h", b"g"
 # Small tensors are copied together up to this size, which bounds the additional memory.
 TOGETHER_BYTES = 1 << 22
@@ -111,7 +111,7 @@ class ProcessGroup:
                 tensor.copy_(carried)
 
     def copy_together(self, tensors: Sequence[torch.Tensor]) -> None:
-        """As `copy` of each of these, in fewer transfers: small ones that follow each other share one."""
+        """As `copy` of each tensor, in fewer transfers: small ones that follow each other share one."""
         for batch in _batches(tensors):
             if len(batch) == 1:
                 self.copy(batch[0])
@@ -226,7 +226,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Set a tensor to what `_bytes_of` gave of another of its type and shape."""
+    """Set a tensor to the `_bytes_of` another one of its type and shape."""
     tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
 
 

@@ -55,7 +55,7 @@ class NetworkSession:
     Attributes:
         network: the open network.
         knows_others: whether it was joined through other peers.
-        pins: what the user knows of the run.
+        pins: the founder and the record that the user requires of the run.
     """
 
     def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
@@ -65,7 +65,6 @@ class NetworkSession:
         """
         self._chosen = frozenset(by_peer_id(config.initial_peers))
         self.pins = Pins(config.anchor.lower(), config.founder)
-        self._key = config.key
         self._config = config
         self.knows_others = bool(ways_in(config)) and not alone
         self._thread = NetworkThread()
@@ -97,8 +96,8 @@ class NetworkSession:
         That time is extended while announced peers have not been tried.
 
         Args:
-            explicit: the settings that the user gave. If peers tell different settings, those that agree are preferred.
-            ours: the settings as we know them from before; only an initial peer may contradict them.
+            explicit: the settings that the user gave. If peers give different ones, those that agree are preferred.
+            ours: the settings that we know from before; only an initial peer may contradict them.
 
         Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain, and RunKeyError or
         NotAllowedError if no member was found, and an initial peer refuses us.
@@ -231,7 +230,7 @@ class NetworkSession:
     def announce(self, describe: Callable[[], lan.Announcement]) -> None:
         """Announce a run on the local network until the network closes, if the user's settings allow it.
 
-        `describe`: called on the network thread. Of a closed run, only that there is one is announced.
+        `describe` is called on the network thread. A closed run is announced without its description.
         """
         config = self._config
         if lan.announces(config, in_container=lan.in_container()):
@@ -239,7 +238,8 @@ class NetworkSession:
             self._thread.start_soon(lan.announce, describe, config.host_maddrs)
 
     def _closed_run(self, run_id: str) -> ClosedRun | None:
-        return None if self._key is None else ClosedRun(self._key, run_id, secrets.token_bytes)
+        key = self._config.key
+        return None if key is None else ClosedRun(key, run_id, secrets.token_bytes)
 
     def close(self) -> None:
         """Close the network: ends its thread, processes and sockets. Blocks for up to twice CLOSE_TIMEOUT_S."""

@@ -117,7 +117,7 @@ class CudaSideStream:
         return bool(spare_bytes + free_bytes >= size_bytes)
 
     def _note_unpinned(self, error: RuntimeError) -> None:
-        """The system limits pinned memory. Copies then work too, but hold the thread that queues them. Said once."""
+        """Warn once. The system limits pinned memory; without it, copies block the thread that queues them."""
         if not self._said_unpinned:
             self._said_unpinned = True
             logger.warning("host memory cannot be pinned (%s): training waits for copies to and from the GPU", error)

@@ -146,7 +146,7 @@ class NetworkSide:
         self._has_left = True
         if self._scope is None:
             return
-        idle = self._idle if landing else lambda: True
+        idle: Callable[[], bool] = self._idle if landing else (lambda: True)
         try:
             if self._exchange.finished:
                 # A thread that stopped or hangs has nobody to stay for.

@@ -295,10 +295,17 @@ class Reservations:
             self.maddrs = tuple(Multiaddr(f"{maddr}/p2p/{relay}/p2p-circuit") for relay, maddr in kept.items())
 
     async def _is_granted(self, relay: str) -> bool:
-        """Whether a relay grants or renews a reservation."""
+        """Ask a relay for a reservation or its renewal. Returns whether it agrees."""
         try:
-            await self._reserve(relay)
-        except PeerLostError as error:
+            stream = await open_stream(self._control_path, relay, HOP, RESERVE_TIMEOUT_S)
+            try:
+                with trio.fail_after(RESERVE_TIMEOUT_S):
+                    await send_message(stream, HopMessage(type=HopMessage.RESERVE))
+                    answer, _ = await receive_message(stream, HopMessage)
+            finally:
+                stream.fail("asked")
+            check_answer(answer)
+        except (PeerLostError, trio.TooSlowError) as error:
             logger.debug("no reservation at relay %s: %s", relay, error)
             # A relay where we had one may be busy or restarting.
             if relay not in self._reserved:
@@ -313,19 +320,6 @@ class Reservations:
             for peer_id, maddr in await connections(self._control_path, RESERVE_TIMEOUT_S)
             if maddr and scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)
         }
-
-    async def _reserve(self, relay: str) -> None:
-        """Ask for a reservation or its renewal. Raises PeerLostError if the relay is gone or refuses."""
-        stream = await open_stream(self._control_path, relay, HOP, RESERVE_TIMEOUT_S)
-        try:
-            with trio.move_on_after(RESERVE_TIMEOUT_S):
-                await send_message(stream, HopMessage(type=HopMessage.RESERVE))
-                answer, _ = await receive_message(stream, HopMessage)
-                check_answer(answer)
-                return
-        finally:
-            stream.fail("asked")
-        raise PeerLostError("no answer")
 
 
 def check_answer(answer: HopMessage) -> None:

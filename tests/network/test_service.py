@@ -70,6 +70,7 @@ def test_streams_that_wait_or_are_handled_when_it_stops_give_their_places_back()
                 for stream in streams:
                     service.take(stream, wait)  # type: ignore[arg-type]
                 await service.serve()
+        service.take(streams[0], wait)  # type: ignore[arg-type]
         with trio.move_on_after(2):
             await service.serve()
         assert service._taken == 0

@@ -86,8 +86,8 @@ class ProcessGroup:
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, which must have one shape and dtype."""
-        rows = torch.zeros(self._group.size(), *tensor.shape, dtype=tensor.dtype, device=self._device)
-        rows[self._group.rank()] = tensor
+        rows = torch.zeros(self.size, *tensor.shape, dtype=tensor.dtype, device=self._device)
+        rows[self.rank] = tensor
         with self._lost_ranks_told():
             self._group.allreduce([self._carried(rows)]).wait()
         # Copies, and no views of one tensor: torch.set_rng_state crashes with those.
@@ -160,7 +160,7 @@ class ProcessGroup:
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         self._broadcast(size)
         told = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-        if self._group.rank() == 0:
+        if self.rank == 0:
             told.numpy()[:] = np.frombuffer(data, np.uint8)
         if len(told):
             self._broadcast(told)
@@ -199,7 +199,7 @@ class ProcessGroup:
         except (RuntimeError, OSError, EOFError) as error:
             reason = "Timed out" if isinstance(error, BlockingIOError) else str(error) or type(error).__name__
             raise PeerLostError(
-                f"rank {self._group.rank()} of {self._group.size()} has lost another process of its group, or "
+                f"rank {self.rank} of {self.size} has lost another process of its group, or "
                 f"waited longer than the group's timeout for it ({reason}); start all of them again, as torchrun "
                 f"--max-restarts does"
             ) from error

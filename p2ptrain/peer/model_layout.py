@@ -129,16 +129,18 @@ class ModelParts:
         self._release()
 
     def reshard(self) -> None:
-        """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass: they would be used
-        in the next one, although the shards have changed."""
+        """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass.
+
+        The next forward pass would use them, although the shards have changed.
+        """
         for module in self._fsdp_modules:
             module.reshard()
 
     def check_in_place(self) -> None:
-        """Raise ConfigError if a parameter has moved since, as the exchange would write into its old memory, or if the
-        model has got trainable parameters since, as they would not be exchanged.
+        """Raise ConfigError if a parameter was moved since the model joined, or if one has become trainable.
 
-        Of sharded parameters only the first is looked at for a move.
+        The exchange would write into the old memory of the first, and would leave out the second. Of sharded
+        parameters, only the first one's memory is checked.
         """
         self.reshard()
         parameters = map(local_of, self.parameters[:1]) if self.is_sharded else self.parameters

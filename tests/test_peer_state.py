@@ -14,6 +14,7 @@ from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.rounds.deciding.history import History
 from p2ptrain.protocol.wire.messages import Head, SavedHistory, pack
+from tests.integrations.peer import Peer
 from tests.protocol.signing import Past
 
 BLOCKS = 5
@@ -54,6 +55,10 @@ def test_what_is_read_back_is_what_was_written() -> None:
     assert restored.state.hashes == state.hashes
     assert (restored.history.genesis, restored.history.entries) == (PAST.genesis, PAST.entries)
     assert all(np.array_equal(*pair) for pair in zip(restored.state.vectors, state.vectors, strict=True))
+
+
+def test_the_fake_peer_of_other_tests_has_a_state_of_this_form() -> None:
+    assert Peer(1).state_dict().keys() == some_state()[1].keys()
 
 
 @pytest.mark.parametrize(

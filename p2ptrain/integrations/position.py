@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers do with the position in the run: learning rates follow it, and it has an end."""
+"""For the callbacks of all trainers: a learning rate that follows the run's position, and the end of a run."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ class P2PCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.should_save and (saved := self._peer.state_dict()):
             tensors = {"anchor": saved["anchor"]} | {f"moment {i}": m for i, m in enumerate(saved["moments"])}
-            place = {"head": saved["head"], "run_step": str(saved["run_step"])}
-            save_file(tensors, _checkpoint(args, state) / STATE_FILE, metadata=place)
+            texts = {name: str(value) for name, value in saved.items() if name not in ("anchor", "moments")}
+            save_file(tensors, _checkpoint(args, state) / STATE_FILE, metadata=texts)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -147,11 +147,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 def _read(file: Path) -> dict[str, Any]:
     """Read a `Peer.state_dict()`."""
     with safe_open(file, framework="pt") as saved:
-        place, names = saved.metadata(), sorted(saved.keys())
-        moments = [saved.get_tensor(name) for name in names if name != "anchor"]
-        return {
-            "head": place["head"],
-            "run_step": int(place["run_step"]),
-            "anchor": saved.get_tensor("anchor"),
-            "moments": moments,
-        }
+        moments = [saved.get_tensor(name) for name in sorted(saved.keys()) if name != "anchor"]
+        texts = saved.metadata()
+        step = int(texts["run_step"])
+        return {**texts, "run_step": step, "anchor": saved.get_tensor("anchor"), "moments": moments}

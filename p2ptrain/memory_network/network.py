@@ -42,14 +42,14 @@ PacketFaultRule = Callable[[PeerId, PeerId, bytes], PacketFault]
 
 
 class MemoryNetwork:
-    """The transports of all peers, a shared directory, and the network conditions between them.
+    """The transports of all peers, their directory, and the conditions of the network between them.
 
     Attributes:
         latency_s: one-way delay of every packet; replace `latency(a, b)` for delays that differ.
         bandwidth_bytes_s: bandwidth of every peer's uplink, which its streams share in the order of their packets and
             which has a buffer of 4 MiB; infinite by default.
         fault: chooses what happens to each packet.
-        relays: the relay between two peers, if any; only its name.
+        relays: the name of the relay between two peers, if there is one.
         offers_bulk: whether peers offer bulk connections.
         can_dial_bulk: whether the first of two peers can open a bulk connection to the second.
     """

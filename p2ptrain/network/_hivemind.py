@@ -31,5 +31,5 @@ from hivemind.utils.multiaddr import Multiaddr
 multiprocessing.set_start_method(_start_method, force=True)
 logging.addLevelName(logging.WARNING, _warning_name)
 use_hivemind_log_handler("nowhere")
-# Its messages are mostly about lost peers, which is normal; HIVEMIND_LOGLEVEL=DEBUG shows them.
+# hivemind logs mostly lost peers, which is normal. HIVEMIND_LOGLEVEL=DEBUG shows these messages.
 logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "CRITICAL"))

@@ -1,4 +1,4 @@
-"""Multiaddrs: checks of those that the user gives, conversions for p2pd and other peers, and the ports used last."""
+"""Multiaddrs: checks of those that users give, conversions for p2pd and other peers, and the ports used last."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ P2P_CODE = b"\xa5\x03"
 HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/4001"
 EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/Qm..."
 
-# Public addresses that a socket is connected to, without sending, to find the outgoing interface's address.
+# A UDP socket that is connected to one of these sends nothing, and has the address of the outgoing interface.
 _PUBLIC_HOSTS = {"0.0.0.0": ("8.8.8.8", 9), "::": ("2001:4860:4860::8888", 9)}
-# The loopback address always shows the listening port; other addresses may be a router's, with another port.
+# Of the addresses that p2pd reports, only loopback's is sure to have the port that it listens on, and not a router's.
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _LISTEN_REMEDIES = {
     errno.EADDRINUSE: "another program uses that port: choose another port, or 0 for any free one",
@@ -97,7 +97,7 @@ def check_announce_maddrs(maddrs: Iterable[str]) -> None:
 
 
 def has_public_address(host_maddrs: Iterable[str], announce_maddrs: Iterable[str]) -> bool:
-    """Whether this machine listens on or announces a public address."""
+    """Whether a peer listens on or announces a public address."""
     return is_public(announce_maddrs) or is_public(map(_as_seen_outside, host_maddrs))
 
 
@@ -137,8 +137,8 @@ def with_ports_of(host_maddrs: Iterable[str], found: Iterable[str]) -> tuple[str
 def on_last_ports(host_maddrs: tuple[str, ...], identity: Path) -> tuple[str, ...]:
     """Return the addresses to listen on, with port 0 replaced by the port used last if this machine can listen there.
 
-    Other peers remember this one under that port; if all peers of a run came back on new ports, none would find
-    another. `identity`: the identity file of the peer, beside which the ports are kept.
+    Other peers remember this one under that port. If all peers of a run came back on new ports, they would not find
+    each other. `identity`: the identity file of the peer; the ports are kept in a file beside it.
     """
     try:
         found = read_text(_ports_file(identity)).splitlines()
@@ -157,7 +157,7 @@ def on_last_ports(host_maddrs: tuple[str, ...], identity: Path) -> tuple[str, ..
 
 
 def keep_ports(maddrs: Iterable[str], identity: Path) -> None:
-    """Write the addresses that a peer listens on. A directory that cannot be written is no error."""
+    """Write the addresses that a peer listens on to a file, for `on_last_ports`. Errors are ignored."""
     try:
         write_whole(_ports_file(identity), "".join(f"{maddr}\n" for maddr in maddrs).encode())
     except OSError as error:
@@ -165,7 +165,7 @@ def keep_ports(maddrs: Iterable[str], identity: Path) -> None:
 
 
 def hints(maddrs: Iterable[str], peer_id: str) -> list[bytes]:
-    """Untrusted addresses of a peer in p2pd's binary form: at most 16, without malformed ones."""
+    """The well-formed ones of at most 16 untrusted addresses of a peer, in p2pd's binary form."""
     encoded = []
     for text in itertools.islice(maddrs, MAX_HINTS):
         with contextlib.suppress(Exception):  # the parser raises many types
@@ -174,7 +174,7 @@ def hints(maddrs: Iterable[str], peer_id: str) -> list[bytes]:
 
 
 def ways_in(config: NetworkConfig) -> tuple[str, ...]:
-    """All addresses to join through, each once."""
+    """All addresses to join through: those that the user gave, and remembered ones. Each once."""
     return tuple(dict.fromkeys((*config.initial_peers, *config.remembered_peers)))
 
 
@@ -196,7 +196,7 @@ def _ports_file(identity: Path) -> Path:
 
 
 def _to_bytes(maddr: str) -> bytes:
-    """A multiaddr in p2pd's binary form. hivemind encodes a relay's peer id as a CID, which p2pd rejects."""
+    """A multiaddr in p2pd's binary form. hivemind would encode a relay's peer id as a CID, which p2pd rejects."""
     way, *relayed = maddr.split("/p2p/")
     encoded = bytes(Multiaddr(way).to_bytes())
     for text in relayed:

@@ -1,8 +1,8 @@
 """Bulk connections over TLS: implements `protocol.wire.transport.BulkTransport`.
 
-A certificate is self-signed and lasts as long as the process; peers learn each other's in the Hellos of their link,
-which libp2p has authenticated. Each side accepts exactly the other's: a client names its own certificate (in the
-handshake's server name), so that the server knows which one to ask for, and turns away all others at once.
+A certificate is self-signed and lasts as long as the process. Peers learn each other's in the Hellos of their link,
+which libp2p has authenticated. Each side accepts only the certificate of the other. A client names its own certificate
+in the server name of the handshake, so that the server knows which one to ask for, and refuses strangers at once.
 """
 
 from __future__ import annotations
@@ -36,38 +36,37 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# A handshake takes two round trips. A stranger's connection is refused in its first; one that stays silent lasts this
-# long (guess).
+# A handshake takes two round trips. A stranger is refused in the first; a silent one is closed after this (guess).
 HANDSHAKE_S = 3.0
-# Handshakes at once, in all and from one address, and connections that wait to be accepted. Others are closed.
+# Handshakes at once, in all and from one address; more are closed. Also connections that wait to be accepted.
 MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS = 64, 32
-# Connections at once, handshakes and those that are being closed included; and accepted in a second.
+# Connections at once, with handshakes and those that are being closed; and how many are accepted in a second.
 MAX_OPEN, ACCEPTS_PER_S = 192, 50.0
 # A ClientHello with one server name has 300 bytes, and 1,500 with a post-quantum key. It mostly comes in one piece.
 MAX_CLIENT_HELLO_BYTES, PEEK_AGAIN_S = 8192, 0.02
 TLS_HANDSHAKE = 22
-# Addresses of a peer that are dialled, each so long after the one before (Happy Eyeballs, RFC 8305).
+# How many addresses of a peer are dialled, and how long after one the next (Happy Eyeballs, RFC 8305).
 MAX_DIALLED, DIAL_APART_S = 6, 0.25
-# Free ports that are tried where it must be free on several hosts.
+# How many ports are tried to find one that is free on all hosts.
 PORT_TRIES = 8
-# Hosts in multiaddrs.
+# What a host follows in a multiaddr.
 FAMILIES = ("ip4", "ip6", "dns", "dns4", "dns6")
 # BBR keeps queues short, so that heartbeats pass (Cardwell et al., 2016). Linux may not have it, or not allow it.
 TCP_CONGESTION, BBR = 13, b"bbr"
-# The kernel takes so many bytes beyond those that are on their way, so that the sender's rate is that of the path.
+# How many unsent bytes the kernel takes: few, so that the sender sends at the rate of the path.
 UNSENT_BYTES = 128 * 1024
-# Unacknowledged bytes break a connection after as long as a silent link is kept at most.
+# How long bytes may stay unacknowledged before the connection breaks: as long as a silent link is kept at most.
 USER_TIMEOUT_MS = 30_000
-# The certificate's dates: clocks of peers may differ, so it is always valid.
+# A certificate is always valid, because clocks of peers may differ.
 NOT_BEFORE, NOT_AFTER = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
 PORT = struct.Struct("!H")
-# As `_name_of` makes it.
+# The form of a result of `_name_of`.
 SERVER_NAME = re.compile(rb"p[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class _Admitted:
-    """A peer whose connections are accepted, its certificate, and the TLS settings that accept this one alone."""
+    """A peer whose connections are accepted, its certificate, and TLS settings that accept only this certificate."""
 
     peer_id: PeerId
     certificate: bytes
@@ -79,16 +78,16 @@ class TlsBulk:
     """Opens and accepts bulk connections of this peer.
 
     Attributes:
-        offer: port and certificate; empty while it does not listen.
+        offer: our port and certificate, for the other peers; empty while we do not listen.
     """
 
     def __init__(self, peer_id: PeerId, host_maddrs: Iterable[str], port: int, scratch: Path) -> None:
         """
         Args:
             peer_id: ours.
-            host_maddrs: what libp2p listens on: connections are accepted on the same hosts.
-            port: 0: any free one.
-            scratch: a directory of our own for the key.
+            host_maddrs: where libp2p listens; connections are accepted on the same hosts.
+            port: to listen on; 0 for any free one.
+            scratch: our private directory, for the key.
         """
         self.offer = b""
         self._hosts = list(dict.fromkeys(host for maddr in host_maddrs if (host := _host_of(maddr))))
@@ -101,7 +100,7 @@ class TlsBulk:
         self._errors = ErrorLog(logger)
         self._streams: set[SocketStream] = set()
         self._admitted: dict[str, _Admitted] = {}
-        self._name_of: dict[PeerId, str] = {}
+        self._names: dict[PeerId, str] = {}
         self._handshakes: Counter[str] = Counter()
         self._accepts = TokenBucket(ACCEPTS_PER_S, MAX_HANDSHAKES, 0.0)
         self._accepted, self._incoming = trio.open_memory_channel[SocketStream](MAX_HANDSHAKES)
@@ -127,22 +126,22 @@ class TlsBulk:
                 stream.fail("the network was closed")
 
     def admit(self, peer_id: PeerId, offer: bytes) -> None:
-        """Accept connections with the certificate of this offer, and no longer with an earlier one of this peer.
+        """Accept connections of a peer with the certificate of this offer, and no longer with an earlier one.
 
-        Raises WireError if it is not this peer's own, or malformed.
+        An empty offer only ends that of the earlier one. Raises WireError if the offer is malformed or another peer's.
         """
-        self._admitted.pop(self._name_of.pop(peer_id, ""), None)
-        if offer:
-            _, certificate = _parse(offer)
-            name = _name_of(certificate)
-            _check_owner(certificate, peer_id)
-            try:
-                contexts = [self._context(side, offer) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)]
-            except OSError as error:  # of the key file: libp2p carries the bytes
-                self._errors.note("preparing bulk connections", error)
-                return
-            self._admitted[name] = _Admitted(peer_id, certificate, *contexts)
-            self._name_of[peer_id] = name
+        self._admitted.pop(self._names.pop(peer_id, ""), None)
+        if not offer:
+            return
+        _, certificate = _parse(offer)
+        _check_owner(certificate, peer_id)
+        try:
+            contexts = [self._context(side, offer) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)]
+        except OSError as error:  # the key file cannot be read: libp2p carries the bytes
+            self._errors.note("preparing bulk connections", error)
+            return
+        name = self._names[peer_id] = _name_of(certificate)
+        self._admitted[name] = _Admitted(peer_id, certificate, *contexts)
 
     async def open(self, peer_id: PeerId, offer: bytes, maddrs: Sequence[str]) -> SocketStream:
         """Open a connection to a peer at one of its addresses. Raises PeerLostError."""
@@ -150,26 +149,26 @@ class TlsBulk:
         admitted = self._admitted.get(_name_of(certificate))
         if admitted is None:
             raise PeerLostError(f"{peer_id}: its certificate is not known")
-        context = admitted.for_dialling
         direct = [maddr for maddr in maddrs if not is_relayed(maddr)]
         hosts = list(dict.fromkeys(host for maddr in best_first(direct) if (host := _host_of(maddr))))[:MAX_DIALLED]
         found: list[SocketStream] = []
-        why = ["it has no address"]
+        why = "it has no address"
 
         async def dial(number: int, host: str) -> None:
+            nonlocal why
             await trio.sleep(number * DIAL_APART_S)
             try:
-                found.append(await self._dial(peer_id, host, port, context))
+                found.append(await self._dial(peer_id, host, port, admitted.for_dialling))
                 nursery.cancel_scope.cancel()
             except (OSError, ValueError) as error:  # UnicodeError is a ValueError
-                why[0] = f"{host}: {error}"
+                why = f"{host}: {error}"
 
         try:
             async with trio.open_nursery() as nursery:
                 for number, host in enumerate(hosts):
                     nursery.start_soon(dial, number, host)
             if not found:
-                raise PeerLostError(f"{peer_id}: {why[0]}")
+                raise PeerLostError(f"{peer_id}: {why}")
             return found.pop(0)
         finally:
             for stream in found:
@@ -242,9 +241,9 @@ class TlsBulk:
                 del self._handshakes[address]
 
     async def _is_named(self, connection: socket.socket) -> bool:
-        """Whether the first bytes, which stay to be read, hold the server name of an admitted peer.
+        """Whether the first bytes, which are only peeked at, hold the server name of an admitted peer.
 
-        So strangers cost no TLS. A name that cannot be decoded would have Python write a traceback to the terminal.
+        So strangers cost no TLS. And Python would write a traceback to the terminal for a name that it cannot decode.
         """
         with trio.move_on_after(HANDSHAKE_S):
             while True:
@@ -266,7 +265,7 @@ class TlsBulk:
         return None
 
     def _context(self, side: int, offer: bytes = b"") -> ssl.SSLContext:
-        """TLS settings with our certificate, that accept the one of an offer alone. Raises WireError."""
+        """TLS settings with our certificate, which accept only the certificate of an offer. Raises WireError."""
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
@@ -282,7 +281,7 @@ class TlsBulk:
 
 
 def _listen_on_all(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Sockets that listen on one port of all hosts; 0: any that is free. Raises ConfigError."""
+    """Sockets that listen on all hosts, on one port (0: any that is free). Raises ConfigError."""
     listeners: list[socket.socket] = []
     for tries_left in reversed(range(PORT_TRIES if port == 0 else 1)):
         try:
@@ -301,7 +300,7 @@ def _listen_on_all(hosts: Sequence[str], port: int) -> list[socket.socket]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises OSError."""
+    """A listening socket. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setblocking(False)
@@ -317,8 +316,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _tune(transport: asyncio.BaseTransport, stream: SocketStream) -> None:
-    """Set the options of a connection's socket that the system has."""
-    if stream.has_ended:  # in the moment after its handshake
+    """Set those options of a connection's socket that this system has."""
+    if stream.has_ended:  # just after its handshake
         return
     connection = transport.get_extra_info("socket")
     with contextlib.suppress(OSError, AttributeError):  # Linux has them
@@ -328,7 +327,7 @@ def _tune(transport: asyncio.BaseTransport, stream: SocketStream) -> None:
 
 
 def make_certificate(peer_id: PeerId) -> tuple[bytes, bytes]:
-    """A new self-signed certificate as DER, and with its key as PEM. It names its peer, so that no other claims it."""
+    """A new self-signed certificate as DER, and with its key as PEM. It names its peer: no other peer can offer it."""
     key = Ed25519PrivateKey.generate()
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, peer_id)])
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1, NOT_BEFORE, NOT_AFTER)
@@ -360,7 +359,7 @@ def _check_owner(certificate: bytes, peer_id: PeerId) -> None:
 
 
 def _name_of(certificate: bytes) -> str:
-    """A server name that stands for a certificate."""
+    """The server name by which a client names its certificate."""
     return f"p{hashlib.sha256(certificate).hexdigest()[:40]}"
 
 

@@ -1,38 +1,42 @@
-"""The libp2p daemon (p2pd) that comes with hivemind: its process, requests to it, and dialling through it.
+"""The libp2p daemon (p2pd) that comes with hivemind: its process, its directory, and requests to it.
 
 It is a child process that ends with its owner. `hivemind.P2P.create` is not used: it leaves processes and sockets
 behind when a start fails, lets Ctrl-C in a terminal kill the daemon before we have left the run, and takes over
-SIGCHLD. Our sockets are in a private directory, so other users of the machine cannot control the daemon.
+SIGCHLD. A peer has a private directory for its sockets and the key of a temporary identity, so other users of the
+machine cannot control its daemon.
+
+A peer that is killed leaves nothing behind. On Linux, the kernel kills its daemon. The lock file in its directory is
+released, so the next peer on this machine knows that it may remove the directory.
 
 p2pd takes requests on a unix socket, as length-prefixed protobuf: a client connects, sends a request and gets a
 response. After a STREAM_OPEN the same socket carries the stream. For an incoming stream, p2pd connects to our socket,
 names the peer, and the bytes follow. In both cases a `SocketStream` reads one message and then raw bytes.
-
-p2pd could dial the initial peers at its start, but it dials them one by one, gives no reasons for failures, and retries
-only after 15 minutes. Here all are dialled at once, within seconds, with a reason for each failure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import math
 import os
 import re
+import shutil
 import subprocess
+import sys
+import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from p2ptrain.errors import ConfigError, PeerLostError, TransientError, UnreachableError
+from p2ptrain.errors import ConfigError, PeerLostError, TransientError
 from p2ptrain.network._hivemind import Multiaddr, PeerID, cli_path, p2pd_pb2
-from p2ptrain.network.addresses import by_peer_id, dialable, hints, peer_id_bytes, ways_in
-from p2ptrain.network.leftovers import killed_with_us
+from p2ptrain.network.addresses import dialable, hints, peer_id_bytes
 from p2ptrain.network.socket_stream import SocketStream, send_message
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.protocol.membership.reachability import relay_of
@@ -41,16 +45,12 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
-# Normally milliseconds; a UPnP router that is slow to drop its port mapping can delay it.
+# p2pd normally ends within milliseconds, and later if a UPnP router is slow to drop its port mapping.
 TERMINATE_TIMEOUT_S = 2.0
-# p2pd answers control requests within a millisecond; this is for a machine under heavy load.
+# p2pd answers control requests within a millisecond, except on a machine under heavy load.
 CONTROL_TIMEOUT_S = 10.0
 # libp2p gives each address 5 s; through a relay it takes longer.
 DIAL_TIMEOUT_S = 10.0
-# Once one initial peer is connected, the reachable ones follow within a round trip or two.
-STRAGGLERS_S = 0.5
-# The initial peer usually knows a peer with our identity, and then answers in milliseconds.
-FIND_TIMEOUT_S = 3.0
 # p2pd's messages about a failed dial, and their meaning; the first match counts.
 _DIAL_REASONS = (
     (r"peer id mismatch.* key matches (\w+)", r"another peer answers there, with the id \1"),
@@ -67,11 +67,24 @@ COMMON_FLAGS = {
     # For DHT requests and responses; hivemind's own limit.
     "persistentConnMaxMsgSize": str(4 * 1024 * 1024),
 }
+# A unix socket's path may have 103 bytes on macOS and 107 on Linux; ours adds at most 39 to its parent directory's.
+MAX_PARENT_LENGTH = 64
+PREFIX = "p2ptrain-"
+LOCK = "lock"
+# Run by a bare interpreter, because Python code between fork and exec can hang in a process with many threads.
+# Arguments: its parent's pid, and a command.
+_KILLED_WITH_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass
 class Daemon:
-    """A running p2pd: its process, the unix socket for requests, whether it has ended, and the end of its output."""
+    """A running p2pd: its process, its socket for requests, whether it has ended, and its last lines of output."""
 
     process: subprocess.Popen[bytes]
     control_path: str
@@ -200,8 +213,47 @@ async def _end(daemon: Daemon) -> None:
                     await trio.sleep(0.005)
 
 
+def killed_with_us(command: Sequence[str]) -> list[str]:
+    """A command whose process Linux kills when the thread that started it ends, for whatever reason."""
+    if sys.platform != "linux" or not sys.executable:
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _KILLED_WITH_PARENT, str(os.getpid()), *command]
+
+
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A new directory that only this user can read, removed at the end. Raises ConfigError."""
+    parent = _parent()
+    remove_leftovers(parent)
+    try:
+        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"cannot create a directory for sockets ({error}); set TMPDIR to a writable one") from None
+    try:
+        with (path / f"{LOCK}.new").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Renamed only once it is locked, so that another peer does not remove it.
+            (path / f"{LOCK}.new").rename(path / LOCK)
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path | None = None) -> None:
+    """Remove the directories of killed peers below `parent` (None: the usual place)."""
+    for path in (parent or _parent()).glob(f"{PREFIX}*-*/{LOCK}"):
+        with contextlib.suppress(OSError), path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _parent() -> Path:
+    usual = tempfile.gettempdir()
+    return Path(usual if len(usual) <= MAX_PARENT_LENGTH else "/tmp")
+
+
 def identify(stream: SocketStream, info: Any) -> None:
-    """Write remote and relay of p2pd's StreamInfo into a stream."""
+    """Set a stream's remote and relay from p2pd's StreamInfo."""
     stream.remote, stream.relay = PeerID(info.peer).to_base58(), relay_of(maddr_text(info.addr))
 
 
@@ -243,9 +295,8 @@ async def open_stream(
 ) -> SocketStream:
     """Open a stream to a peer that p2pd is connected to or has an address of. The caller closes it.
 
-    `among`: as of `SocketStream`.
-
-    Raises PeerLostError if the peer cannot be reached in time, or does not speak the protocol.
+    `among`: as for `SocketStream`. Raises PeerLostError if the peer cannot be reached in time, or does not speak the
+    protocol.
     """
     opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol], timeout=math.ceil(timeout_s))
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
@@ -274,9 +325,9 @@ async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiadd
 
 
 async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
-    """Have p2pd connect to a peer, if it is not connected yet. Raises PeerLostError if it cannot be reached in time.
+    """Have p2pd connect to a peer unless it is connected. Raises PeerLostError if the peer is not reached in time.
 
-    Malformed addresses in `maddrs` are ignored. If it is empty, libp2p's own DHT is asked.
+    Malformed addresses in `maddrs` are ignored. If there are none, p2pd asks libp2p's own DHT for addresses.
     """
     connecting = p2pd_pb2.ConnectRequest(
         peer=peer_id_bytes(peer_id), addrs=hints(maddrs, peer_id), timeout=math.ceil(timeout_s)
@@ -292,76 +343,6 @@ def explain_dial(message: str) -> str:
     return message.strip().rpartition("\n")[2]
 
 
-async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) -> list[str]:
-    """Connect to all initial peers at once; return the connected ids shortly after the first connection.
-
-    Raises UnreachableError if none can be reached. The message gives the reason for each. Takes at most 10 s.
-    """
-    addresses = by_peer_id(initial_peers)
-    connected: list[str] = []
-    failures: dict[str, str] = {}
-
-    async def attempt(peer_id: str, scope: trio.CancelScope) -> None:
-        try:
-            await dial(control_path, peer_id, addresses[peer_id], DIAL_TIMEOUT_S)
-        except PeerLostError as error:
-            failures[", ".join(addresses[peer_id])] = str(error)
-        else:
-            connected.append(peer_id)
-            scope.deadline = min(scope.deadline, trio.current_time() + STRAGGLERS_S)
-
-    async with trio.open_nursery() as nursery:
-        for peer_id in addresses:
-            nursery.start_soon(attempt, peer_id, nursery.cancel_scope)
-    if addresses and not connected:
-        found = "; ".join(f"{maddr} ({explain_dial(message)})" for maddr, message in failures.items())
-        raise UnreachableError(
-            f"no initial peer can be reached: {found}. Check that the peer is running, that address and port are "
-            "those that it printed, and that no firewall blocks the connection"
-        )
-    return connected
-
-
-async def refuse_taken_identity(
-    config: NetworkConfig, peer_id: str, directory: Path, *, own: tuple[str, ...], ask_others: bool
-) -> None:
-    """Check that no other peer in the network uses our identity.
-
-    Two peers with one identity break each other's connections. The check takes 0.3 s and a second daemon with a
-    temporary identity, because a libp2p peer cannot look itself up. `own` are initial peers with our own id, where no
-    peer should answer. `ask_others`: whether to ask the other initial peers.
-
-    Raises:
-        ConfigError: another peer uses the identity.
-        UnreachableError: no initial peer can be reached.
-    """
-    async with run_daemon(probe_flags(), directory / "probe.sock", config.startup_timeout_s) as daemon:
-        taken = bool(own) and await _is_reachable(daemon.control_path, peer_id, list(own))
-        if not taken and ask_others and ways_in(config):
-            await dial_initial_peers(daemon.control_path, ways_in(config))
-            taken = await _is_reachable(daemon.control_path, peer_id, [])
-    if taken:
-        raise ConfigError(
-            f"identity {config.identity} is already taken by a peer in this network ({peer_id}); stop that peer, "
-            "or give each peer its own identity file"
-        )
-
-
-async def _is_reachable(control_path: str, peer_id: str, maddrs: list[str]) -> bool:
-    with trio.move_on_after(FIND_TIMEOUT_S):
-        while True:
-            try:
-                await dial(control_path, peer_id, maddrs, FIND_TIMEOUT_S)
-            except PeerLostError as error:
-                # libp2p's DHT learns of its first peer shortly after the connection.
-                if "failed to find any peer in table" not in str(error):
-                    return False
-                await trio.sleep(0.02)
-            else:
-                return True
-    return False
-
-
 def maddr_text(maddr: bytes) -> str:
     """A multiaddr of p2pd as text; empty if hivemind's parser does not know its type."""
     with contextlib.suppress(Exception):  # it raises many types
@@ -370,7 +351,7 @@ def maddr_text(maddr: bytes) -> str:
 
 
 class Connections:
-    """The connections of p2pd, listed once for all who ask within a while. Listing takes half a millisecond."""
+    """Remembers the connections of p2pd for a while, because listing them takes half a millisecond."""
 
     def __init__(self, control_path: str, timeout_s: float) -> None:
         self._control_path = control_path
@@ -380,7 +361,7 @@ class Connections:
         self._lock = trio.Lock()
 
     async def listed(self, most_s: float) -> list[tuple[str, str]]:
-        """As `connections`, from a list that is at most so old. Raises PeerLostError."""
+        """As `connections`, at most `most_s` seconds ago. Raises PeerLostError."""
         asked_s = trio.current_time()
         async with self._lock:
             if asked_s - self._listed_s > most_s:

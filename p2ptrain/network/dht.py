@@ -1,8 +1,8 @@
 """`protocol.wire.transport.Directory` over hivemind's DHT, with signed records.
 
 A record is stored under (key, subkey); the subkey is the owner's RSA public key. hivemind's nodes reject records whose
-signature does not match that key. Readers derive the peer id from the key, so a peer cannot write for another one. What
-our node stores for others is checked (`OwnedRecords`) and bounded (`BoundedStorage`).
+signature does not match that key. Readers derive the peer id from the key, so a peer cannot write for another one.
+`OwnedRecords` checks what our node stores for others, and `BoundedStorage` limits how much.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 MAX_VALUE_BYTES = 4 * 1024
 # The OpenSSH form of a 2048-bit RSA key has 380 bytes, that of the largest allowed one 724.
 MAX_SUBKEY_BYTES = 1024
-# Members' records last 30 s, and there are no others. Four times that leaves room for later versions.
+# All records are members', which last 30 s. Four times that leaves room for later versions.
 MAX_EXPIRES_IN_S = 120.0
 # Records under one key. Members are spread over 16 keys: room for a thousand, fifteen times the largest round.
 MAX_RECORDS = 64
-# Keys in all: those of 16 runs. A record takes at most some 5.5 KiB with its signature and owner, all together 90 MiB.
+# Keys in all: enough for 16 runs. A record takes at most 5.5 KiB with its signature and owner, all of them 90 MiB.
 MAX_KEYS = 256
-# Keys with a record of one owner. A member has one per run, and after a change of runs two for 30 s.
+# Keys under which one owner may have a record. A member has one per run, and for 30 s after a change of runs two.
 MAX_KEYS_OF_OWNER = 4
 # A silent node delays an operation by hivemind's 3 s; this allows two in a row.
 OPERATION_TIMEOUT_S = 8.0
@@ -51,14 +51,14 @@ LEAVE_TIMEOUT_S = 1.0
 # hivemind's own bound between two nodes' clocks.
 MAX_CLOCK_SKEW_S = 3.0
 VERIFIED_RECORDS = 4096
-# Delay until a split network reconnects; each attempt costs a dial to a possibly dead address.
+# How often lost initial peers are dialled, so that a split network reconnects; their addresses may be dead.
 REJOIN_INTERVAL_S = 15.0
-# How often a node with an empty routing table asks its daemon for connected peers; takes half a millisecond.
+# How often a node with an empty routing table asks its daemon for connected peers, which takes half a millisecond.
 ALONE_INTERVAL_S = 1.0
 
 
 class HivemindDirectory:
-    """Announces our record and looks up those of other peers, through the current DHT node."""
+    """Announces our record, and looks up those of other peers, through the present DHT node."""
 
     def __init__(self, identity: Identity) -> None:
         self._node: hivemind.DHTNode | None = None
@@ -108,7 +108,7 @@ class HivemindDirectory:
 
 @contextlib.contextmanager
 def _unless_it_ends() -> Iterator[None]:
-    """Ignore errors of an operation whose daemon ends; hivemind then raises one of many types."""
+    """Ignore errors: when the daemon ends during an operation, hivemind raises one of many types."""
     try:
         yield
     except Exception as error:
@@ -150,14 +150,14 @@ class OwnedRecords:
 
 
 class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage with limits: what strangers store cannot push out members' records. Renewals are accepted.
+    """hivemind's storage with limits: strangers' records cannot push out members'.
 
     hivemind's storage keeps any number of keys, and of records under each. With a limit, a full storage must drop a
     record or refuse one. Dropping the record that expires first would drop a member's: those live for 30 s, a
     stranger's for up to two minutes. Dropping a random one would do so sooner or later, as a stranger can store faster
     than members renew. So stored records stay: new owners are refused while a key is full, and new keys while there are
-    too many. A member renews its record before it expires, and keeps its place. A new member that is refused still
-    joins: it dials the announced members, and their heartbeats name it to others.
+    too many. Renewals are accepted, so a member keeps its place. A new member that is refused still joins: it dials the
+    announced members, and their heartbeats name it to others.
     """
 
     def store_subkey(self, key: object, subkey: object, value: bytes, expiration_time: float) -> bool:
@@ -201,8 +201,8 @@ async def join_dht(
     Args:
         identity: signs our records; the daemon's too.
         config: its initial and remembered peers are dialled again when they are lost.
-        connected: ids of those that the daemon is connected to; empty for the first peer of a network, or to rejoin
-            through incoming connections.
+        connected: ids of the peers to join through, which the daemon is connected to. Empty for the first peer of a
+            network, or to wait until a peer connects.
 
     Raises:
         ConfigError: no peer that the user gave answers in the DHT, or our clock differs too much from theirs.
@@ -270,7 +270,7 @@ async def _create_node(
 
 
 def _bound_storage(node: hivemind.DHTNode) -> None:
-    """Replace the storages of a node by bounded ones, with all that they hold."""
+    """Replace the storages of a node by bounded ones, and move their records there."""
     for name in ("storage", "cache"):
         bounded = BoundedStorage()
         for key, (value, _) in getattr(node.protocol, name).items():
@@ -299,7 +299,7 @@ async def _check_clock(node: hivemind.DHTNode, connected: Collection[str]) -> No
 
 
 async def clock_ahead_s(p2p: hivemind.P2P, peer_id: str) -> float | None:
-    """Least number of seconds that our clock is ahead of a peer's (negative: behind); None without an answer."""
+    """Seconds that our clock is at least ahead of a peer's (negative: behind); None without an answer."""
     asked = hivemind.get_dht_time()
     try:
         # The base class's method: the override needs a node.
@@ -316,8 +316,8 @@ async def _keep_initial_peers(
 ) -> None:
     """Reconnect lost initial peers.
 
-    hivemind's node forgets peers that do not answer and never dials them again, so it would stay alone after an
-    outage, and a split network would never rejoin.
+    hivemind's node forgets peers that do not answer, and never dials them again. It would stay alone after an outage,
+    and a split network would never become one again.
     """
     errors = ErrorLog(logger)
     while True:

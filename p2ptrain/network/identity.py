@@ -1,10 +1,10 @@
-"""A peer's identity: an RSA key in a file, and what it signs. The peer id is the hash of its public half.
+"""A peer's identity: an RSA key in a file, and signatures with it. The peer id is the hash of the public key.
 
 hivemind's record signatures support only RSA. The file has libp2p's own format, as hivemind writes it.
 
-A signature can be checked with nothing but the signer's peer id: it holds the public key, whose hash is that id, and
-the RSA-PSS signature of the bytes. With a key of 2048 bits (hivemind makes no others), signing takes 0.28 ms of CPU,
-checking 0.03 ms.
+To check a signature, only the signer's peer id is needed: the signature holds the public key, whose hash is that id,
+and the RSA-PSS signature of the bytes. With a key of 2048 bits (hivemind makes no others), signing takes 0.28 ms of
+CPU, checking 0.03 ms.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from p2ptrain.settings.files import open_file
 
 logger = logging.getLogger(__name__)
 
-# Of others' keys. Smaller ones are made a hundred times faster, so a flood would be cheap; libp2p has the same limit.
-# Signatures of larger ones take longer to check.
+# Limits of others' keys. Smaller ones are made a hundred times faster, so a flood of them would be cheap; libp2p has
+# the same limit. Signatures of larger ones take longer to check.
 MIN_KEY_BITS, MAX_KEY_BITS = 2048, 4096
-# With a larger one, checking a signature may take a hundred times as long.
+# With a larger exponent, checking a signature may take a hundred times as long.
 PUBLIC_EXPONENT = 65537
-# A public key of 4096 bits has 550 bytes in DER; longer ones than this are not parsed.
+# A public key of 4096 bits has 550 bytes in DER. Longer ones than this are not parsed.
 MAX_KEY_BYTES = 1024
-# Public keys remembered; parsing one takes as long as checking a signature.
+# How many public keys are remembered; parsing one takes as long as checking a signature.
 REMEMBERED_KEYS = 1024
 # A key of 4096 bits has 2.4 kB.
 MAX_FILE_BYTES = 2**16
@@ -49,7 +49,7 @@ _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PS
 
 @dataclass(frozen=True)
 class Identity:
-    """A peer's private key, the file that p2pd reads it from, and the peer id. `is_new`: the key was just made."""
+    """A peer's private key, the file from which p2pd reads it, the peer id, and whether the key was just made."""
 
     path: Path
     key: RSAPrivateKey
@@ -89,7 +89,7 @@ def peer_id_of(public_key: RSAPublicKey) -> str:
 
 
 def peer_id_of_der(der: bytes) -> str:
-    """As `peer_id_of`, of an RSA key in DER (SubjectPublicKeyInfo)."""
+    """As `peer_id_of`, for an RSA key in DER (SubjectPublicKeyInfo)."""
     encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     return str(PeerID(_SHA256_MULTIHASH + hashlib.sha256(encoded).digest()).to_base58())
 
@@ -153,7 +153,7 @@ def _read(file: Path) -> Identity:
 
 @functools.lru_cache(maxsize=REMEMBERED_KEYS)
 def _key_of(public: bytes, peer_id: str) -> rsa.RSAPublicKey | None:
-    """The key in DER, if it is an RSA key of allowed size whose hash is this peer id."""
+    """Parse an RSA key in DER; None unless it is allowed, and its hash is this peer id."""
     try:
         key = serialization.load_der_public_key(public)
     except Exception:  # untrusted bytes; cryptography raises several types

@@ -1,8 +1,8 @@
 """Runs on the local network: peers announce theirs, and `p2ptrain join` and `find` look for them.
 
 Multicast DNS and DNS service discovery (RFC 6762, 6763) carry a record of each peer. Every machine on the network can
-send any record, so what arrives is untrusted: `parse` checks it, and little is kept of a flood. A record can name only
-addresses of the local network, and whoever joins by one is pinned to the founder that it names.
+send any record, so `parse` checks each one, and few of a flood are kept. A record can name only addresses of the local
+network. A peer that joins by a record joins only a run of the founder that the record names.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 SERVICE = "_p2ptrain._tcp.local."
 # Answers take about 0.3 s on Ethernet; Wi-Fi loses multicast packets, and the question is repeated after a second.
 LOOK_S = 2.0
-# On a busy machine a process may sleep all that time: in turns, it reads its sockets in between.
+# That time is slept in as many turns: a process that gets no core for it still reads its sockets between two turns.
 TURNS = 20
-# What is kept of a flood. There is a record for each peer, and each costs a question; more are not expected (guess).
+# Records that are kept, one for each peer; each costs a question. More peers are not expected (guess).
 MAX_RECORDS = 256
-# How often a record is brought up to date, as its step changes all the time (guess).
+# How often a record gets the present step (guess).
 UPDATE_EVERY_S = 30.0
 # A goodbye is sent three times within 0.3 s.
 GOODBYE_S = 1.0
@@ -53,25 +53,25 @@ MAX_ADDRESSES = 4
 MAX_MODEL_CHARS = 60
 # A text of a record has at most 255 bytes, with its name.
 MAX_VALUE_BYTES = 240
-# Larger than what can be true, and small enough for a line.
+# More than any run has, and short enough for a line.
 MAX_PARAMETERS, MAX_PEERS, MAX_STEP = 10**14, 10**6, 10**12
 NETWORKS = tuple(
     map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "fc00::/7", "fe80::/10"))
 )
 _ADDRESS = re.compile(r"/ip([46])/([0-9a-f:.]{2,39})/(?:tcp/(\d{1,5})|udp/(\d{1,5})/quic(?:-v1)?)", re.ASCII)
-# Docker's and Podman's.
+# Docker and Podman make these.
 _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """A peer's description of its run. For a closed run all fields are empty.
+    """A peer's description of its run. All fields are empty for a closed run.
 
     Attributes:
-        model: its name; safe to print. "" if the peer does not know it: a bootstrap node.
+        model: name of the run's model, safe to print; "" if the peer does not know it: a bootstrap node.
         parameters, peers, step: of the run; 0 if the peer does not know them.
         founder: id of the run's founder; "" if the peer does not know it.
-        peer_id: of the peer itself.
+        peer_id: id of the peer that announces the run.
         addresses: its addresses on the local network, which end in its id.
     """
 
@@ -102,17 +102,17 @@ class LanRun:
 
     @property
     def ticket(self) -> Ticket:
-        """Joins this run, and no other founder's."""
+        """A ticket for this run, and for no run of another founder."""
         return Ticket(self.run_id, self.addresses, self.founder)
 
 
 def looks(config: NetworkConfig, *, in_container: bool) -> bool:
-    """Whether a peer without initial peers looks for runs: a run key is of a run that no record names."""
+    """Whether a peer without initial peers looks for runs. With a run key it does not: no record names a closed run."""
     return _is_on(config, in_container) and config.key is None
 
 
 def announces(config: NetworkConfig, *, in_container: bool) -> bool:
-    """Whether a peer announces its run; only if the user asks for it, that there is a closed one."""
+    """Whether a peer announces its run. That there is a closed run is announced only if the user asks for it."""
     return _is_on(config, in_container) and (not is_closed(config) or config.lan == "on")
 
 
@@ -150,10 +150,10 @@ def is_local(host: str) -> bool:
 
 
 def local_hosts(host_maddrs: Iterable[str], own: Iterable[str]) -> list[str]:
-    """The IPv4 addresses of this machine's local networks on which a peer listens.
+    """This machine's IPv4 addresses in local networks on which a peer listens.
 
     Args:
-        host_maddrs: where it listens; /ip4/0.0.0.0 is everywhere.
+        host_maddrs: where the peer listens; /ip4/0.0.0.0 is everywhere.
         own: all addresses of this machine.
     """
     listening = _listening(host_maddrs)
@@ -165,9 +165,9 @@ def _listening(host_maddrs: Iterable[str]) -> set[str]:
 
 
 def runs_of(announcements: Iterable[Announcement]) -> list[LanRun]:
-    """The open runs that peers announce. Runs of one name are different ones if their founders are.
+    """The open runs that peers announce. Runs of one name with different founders are different runs.
 
-    A bootstrap node, which does not know the founder, has one of its own.
+    The runs of bootstrap nodes, which do not know the founder, are listed apart.
     """
     named: dict[tuple[str, str], dict[str, Announcement]] = {}
     for one in sorted(announcements, key=lambda one: one.peer_id):
@@ -186,15 +186,15 @@ def runs_of(announcements: Iterable[Announcement]) -> list[LanRun]:
 
 
 def matching(runs: Iterable[LanRun], run_id: str | None, founder: str = "") -> list[LanRun]:
-    """The runs with this name, None for any, and this founder, "" for any.
+    """The runs with this name (None: any) and this founder ("": any).
 
-    Those of a bootstrap node, which does not know the founder, fit each: it is checked on joining.
+    The run of a bootstrap node, which does not know the founder, fits any: the founder is checked on joining.
     """
     return [run for run in runs if run_id in (None, run.run_id) and (not founder or run.founder in ("", founder))]
 
 
 def record_of(announcement: Announcement) -> dict[str, str] | None:
-    """The texts of a record; None if one of them is too long for it."""
+    """The texts of a record; None if one of them is too long."""
     if not announcement.run_id:
         return {"v": "1", "key": "1"}
     hosts = [address.rpartition("/p2p/")[0] for address in announcement.addresses]
@@ -268,9 +268,9 @@ def _is_local_maddr(maddr: str) -> bool:
 
 
 def nearby(announcement: Announcement, networks: Sequence[IPv4Network | IPv6Network]) -> Announcement | None:
-    """The announcement with those addresses that are on these networks; None if it has others only.
+    """The announcement with only the addresses on these networks; None if none of them is.
 
-    Other private networks may lie behind this machine, and a stranger must not make a peer dial there.
+    This machine may be connected to other private networks, and a stranger must not make a peer dial there.
     """
     hosts = ((ip_address(address.split("/")[2]), address) for address in announcement.addresses)
     kept = tuple(address for host, address in hosts if any(host in network for network in networks))
@@ -278,7 +278,7 @@ def nearby(announcement: Announcement, networks: Sequence[IPv4Network | IPv6Netw
 
 
 def local_maddrs(maddrs: Iterable[str]) -> tuple[str, ...]:
-    """Those addresses of a peer that a record can name, with its id."""
+    """The addresses of a peer that a record can name."""
     fitting = [maddr for maddr in maddrs if _is_local_maddr(maddr.rpartition("/p2p/")[0])]
     return tuple(fitting[:MAX_ADDRESSES])
 
@@ -304,9 +304,9 @@ def _own() -> list[ifaddr.IP]:
 
 
 def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
-    """Look for announcements through these addresses of this machine. Blocks for that long.
+    """Look for announcements through these addresses of this machine. Blocks for that many seconds.
 
-    Logs, and returns what there is, if multicast does not work here.
+    If multicast does not work here, logs why and returns nothing.
     """
     if not hosts:
         return []
@@ -320,7 +320,7 @@ def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
 async def announce(describe: Callable[[], Announcement], host_maddrs: Sequence[str]) -> None:
     """Announce a run on this machine's local networks until cancelled, then say goodbye.
 
-    What fails is logged once, and tried again after UPDATE_EVERY_S; so are other addresses of the machine.
+    After an error, which is logged once, or a change of this machine's addresses, it begins again.
 
     Args:
         describe: called at the beginning, and every UPDATE_EVERY_S.
@@ -338,10 +338,10 @@ async def announce(describe: Callable[[], Announcement], host_maddrs: Sequence[s
 
 
 async def _announce(describe: Callable[[], Announcement], host_maddrs: Sequence[str], hosts: Sequence[str]) -> None:
-    """Announce through these addresses of this machine, until it has others."""
+    """Announce through these addresses of this machine, until they change."""
     from zeroconf.asyncio import AsyncServiceInfo
 
-    name, told = secrets.token_hex(8), None  # nothing that would tell a closed run's peer
+    name, told = secrets.token_hex(8), None  # a random name: that of a closed run's peer is not told
     async with _multicast(hosts) as zeroconf:
         while hosts_of(host_maddrs) == hosts:
             record = record_of(describe())
@@ -382,9 +382,9 @@ async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
     asking: set[asyncio.Task[bool]] = set()
 
     def note(*, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        # A goodbye is not believed: everybody can send one, and a true one in these two seconds is rare.
+        # Goodbyes are ignored: any machine can send a false one, and a true one in these two seconds is rare.
         if state_change is ServiceStateChange.Added and name not in found and len(asking) < MAX_RECORDS:
-            with contextlib.suppress(Error, ValueError):  # a name that is none
+            with contextlib.suppress(Error, ValueError):  # an invalid name
                 found[name] = AsyncServiceInfo(SERVICE, name)
                 asking.add(asyncio.ensure_future(found[name].async_request(zeroconf, seconds * 1000)))
 

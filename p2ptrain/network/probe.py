@@ -1,7 +1,7 @@
-"""Tests the network with a temporary daemon: under which addresses a peer here is seen, and which peers it reaches.
+"""Tests the network with a temporary daemon: at which addresses others see this machine, and which peers it reaches.
 
-It uses new identities, leaves nothing behind, and asks initial peers for the time, for a dial-back, and to count what
-it uploads to them through each interface.
+It uses new identities, and leaves nothing behind. It asks initial peers for the time, for a dial-back, and for the rate
+of an upload through each interface.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from p2ptrain.network.daemon import (
     peer_flags,
     probe_flags,
     run_daemon,
+    scratch_directory,
 )
 from p2ptrain.network.dht import clock_ahead_s
 from p2ptrain.network.identity import hold_identity
-from p2ptrain.network.leftovers import scratch_directory
 from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
 from p2ptrain.network.socket_stream import receive_message, send_message
 from p2ptrain.network.thread import from_asyncio
@@ -47,7 +47,7 @@ DIAL_OK, DIAL_ERROR = 0, 100
 
 
 class DialBack(enum.Enum):
-    """Result of a dial-back. UNKNOWN: the asked peer did not try."""
+    """Result of a dial-back. UNKNOWN: the peer that we asked did not try."""
 
     REACHED = "reached"
     FAILED = "failed"
@@ -61,8 +61,8 @@ class InitialPeer:
     Attributes:
         failure: why it was not reached; "" if it was.
         reached_s: seconds until the encrypted connection was open.
-        answered_s: seconds of a DHT ping; None if it did not answer.
-        clock_ahead_s: least seconds that our clock is ahead of its (negative: behind); None without an answer.
+        answered_s: seconds of a DHT ping; None without an answer.
+        clock_ahead_s: seconds that our clock is at least ahead of its (negative: behind); None without an answer.
         dialled_back: result of its dial-back, with the address or its explanation.
         ways: the ways to it through this machine's interfaces, fastest first; none if it is on this machine.
     """
@@ -79,7 +79,7 @@ class InitialPeer:
 
 @dataclass
 class Probe:
-    """Result of a probe: seconds that the daemon took to start, our addresses as libp2p finds them, initial peers."""
+    """Result of a probe: seconds until the daemon had started, our addresses as libp2p finds them, initial peers."""
 
     started_s: float
     maddrs: list[str] = field(default_factory=list)
@@ -151,7 +151,7 @@ async def _compare_ways(peer: InitialPeer, interfaces: list[Interface]) -> None:
 async def _rate_through(way: Way, peer_id: str, scratch: Path, config: NetworkConfig) -> float | None:
     """Mbit/s along a way; None if the peer does not measure it.
 
-    A daemon of its own, because one that knows the peer's other addresses would dial those too.
+    It takes another daemon, because one that knows other addresses of the peer would dial them too.
     """
     try:
         async with (
@@ -169,8 +169,8 @@ async def _rate_through(way: Way, peer_id: str, scratch: Path, config: NetworkCo
 async def dial_back(control_path: str, asked: str, peer_id: str, maddrs: list[str]) -> tuple[DialBack, str]:
     """Ask the connected peer `asked` to dial us at `maddrs`, our listening addresses (libp2p's AutoNAT v1).
 
-    It dials only the address that it sees us under, with the ports that we name. It dials under another identity, so an
-    existing connection is not reused, and refuses addresses that are not public.
+    It dials only the host at which it sees us, at the ports that we name. It dials with another identity, so that it
+    opens a new connection. It refuses addresses that are not public.
 
     Returns:
         The result, and the address that was reached or the peer's explanation.
@@ -194,7 +194,7 @@ def question(peer_id: bytes, addresses: list[bytes]) -> AutoNat:
 
 
 def read_answer(answer: AutoNat) -> tuple[DialBack, str]:
-    """The result that an answer tells. Raises WireError."""
+    """The result in an answer. Raises WireError."""
     if not answer.HasField("response"):
         raise WireError("no answer to a dial-back request")
     response = answer.response

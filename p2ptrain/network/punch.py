@@ -1,17 +1,18 @@
 """Direct connections between two peers that are each behind a router (TCP hole punching).
 
-Both dial each other's outer address at once, from the port that they listen on. A router lets in what it takes for an
-answer, so the first packet of each peer opens its own router for the other. A relay sees the outer addresses of both,
-and tells both to dial at one moment (`relay.Relay`); the protocol has the messages of the circuit relay.
+Both dial each other's outer address at once, from the port that they listen on. A router lets in packets that look like
+an answer, so the first packet of each peer opens its own router for the other. A relay sees the outer addresses of
+both, and tells both to dial at one moment (`relay.Relay`). The messages are those of the circuit relay.
 
 Packets that cross make a TCP connection without a listening end (RFC 9293, simultaneous open). Two p2pds would then
 both be the client of the handshake, which fails. So only the peer with the lower id has its p2pd dial. The other one
-dials here, and passes all bytes on to its own p2pd, for which it is a connection that it accepted.
+dials here, and passes all bytes on to its own p2pd, which sees a connection that it has accepted.
 
 It works between routers that give a machine one outer port for all destinations, as most home routers do. Otherwise
 each peer dials a port that the other's router does not open, both dials end after 4 s, and the peers use the relay.
 p2pd's own hole punching (DCUtR) needs four peers with different public addresses before it believes an outer address,
-and a circuit before it starts; p2pd does not dial again a peer that it is connected with, so ours comes first.
+and a circuit before it starts. Ours comes before the circuit, because p2pd does not dial a peer that it is connected
+to.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.daemon import Connections, dial, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
-from p2ptrain.network.socket_stream import LINGER_S, SocketStream, receive_message, send_message
+from p2ptrain.network.socket_stream import LINGER_S, Service, SocketStream, receive_message, send_message
 from p2ptrain.network.thread import from_asyncio
 from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
@@ -44,17 +44,19 @@ PUNCH = "p2ptrain/punch/1"
 ASK_TIMEOUT_S = 3.0
 # A second packet goes out after one second, a third after three; the handshake takes four round trips.
 DIAL_TIMEOUT_S = 4.0
-# A router that failed once will fail again, and each try delays the link by DIAL_TIMEOUT_S.
+# How long a peer that was dialled in vain is not dialled: its router will fail again, and each try delays the link by
+# DIAL_TIMEOUT_S.
 FAILED_S = 600.0
-# Peers of which that is remembered; beyond it the oldest is forgotten.
+# How many such peers are remembered; beyond it the oldest is forgotten.
 MAX_FAILED = 1024
-# More requests are refused, so that neither a relay nor who asks it can make us send many packets to strangers. As many
-# a minute, for each relay, as half of the most links of a peer, which itself asks the other half (guess).
-MAX_AT_ONCE = 8
+# How many requests are served at once, and for one relay in a minute. More are refused, so that neither a relay nor a
+# peer that asks it can make us send many packets to strangers. A peer has about 64 links; it asks for half of them
+# itself, and the others ask for the other half (guess).
+MAX_AT_ONCE = 16
 MAX_A_MINUTE = 32
-# Joined connections at once to peers that one relay named: as many as half of the most links.
+# How many connections to peers that one relay named may be joined at once: half of the links, likewise.
 MAX_JOINED = 32
-# Relays for which that is remembered; those of more are refused. A peer has two at a time (guess).
+# How many relays have a budget of their own; requests of more are refused. A peer has two at a time (guess).
 MAX_COUNTED_RELAYS = 16
 CONNECTED_EVERY_S = 0.05
 
@@ -63,7 +65,7 @@ Outer = tuple[str, int]
 
 
 def meeting_points(maddrs: Iterable[str]) -> list[str]:
-    """Addresses of the relays of a peer with these addresses; none if it can be dialled without."""
+    """The addresses of a peer's relays, from its own addresses; none if it can be dialled without a relay."""
     direct = [maddr for maddr in maddrs if not is_relayed(maddr)]
     relayed = [maddr for maddr in maddrs if is_relayed(maddr)]
     return [] if is_public(direct) else [maddr.partition("/p2p-circuit")[0] for maddr in relayed]
@@ -98,7 +100,7 @@ def read_peer(peer: Peer) -> tuple[str, Outer]:
 class End(asyncio.Protocol):
     """One of two joined connections: sends on the other one what it receives, and closes it when it ends.
 
-    Until `start` it reads once.
+    Before `start` it keeps what it receives, and stops reading.
     """
 
     transport: asyncio.Transport
@@ -141,7 +143,7 @@ class End(asyncio.Protocol):
 async def joined(listening: Outer, outer: Outer) -> AsyncIterator[End]:
     """Connect to an outer address from the port on which p2pd listens, and join that connection to one to p2pd.
 
-    If the block ends without an error, they last until one of them is closed; otherwise both are aborted. Raises
+    If the block ends without an error, both last until one of them is closed; otherwise both are aborted. Raises
     PeerLostError.
     """
     loop = asyncio.get_running_loop()
@@ -161,7 +163,7 @@ async def joined(listening: Outer, outer: Outer) -> AsyncIterator[End]:
             except OSError as error:
                 raise PeerLostError(f"dialling from our own port: {error}") from None
         remote, own = ends
-        # Both first: what one writes may have the other pause it.
+        # Before either starts, as the bytes that one writes may make the other pause it.
         remote.other, own.other = own.transport, remote.transport
         for end in ends:
             end.start()
@@ -170,7 +172,7 @@ async def joined(listening: Outer, outer: Outer) -> AsyncIterator[End]:
 
 
 class ExpiringSet:
-    """Keys, each until `ttl_s` after it was last added. Of more than `max_size`, the oldest is forgotten."""
+    """A set that forgets a key `ttl_s` after it was added last, and the oldest of more than `max_size` keys."""
 
     def __init__(self, ttl_s: float, max_size: int) -> None:
         self._ttl_s = ttl_s
@@ -193,7 +195,11 @@ class ExpiringSet:
 
 
 class DialBudget:
-    """What may be dialled for one relay, or for ourselves: how often, whom in vain, and how many joined at once."""
+    """Limits of the dials for one relay, or for ourselves.
+
+    Attributes:
+        failed: the peers that were dialled in vain.
+    """
 
     def __init__(self) -> None:
         self.failed = ExpiringSet(FAILED_S, MAX_FAILED)
@@ -202,12 +208,12 @@ class DialBudget:
         self._places = 0
 
     def may_dial(self, peer_id: str) -> bool:
-        """Whether a relay may have us dial a peer, and count it. The caller then takes a `place` at once."""
+        """Whether we may dial a peer for a relay. If so, counts that dial, and the caller takes a `place` at once."""
         return peer_id not in self.failed and not self.is_full and self._rate.spend(1, trio.current_time())
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Until the block ends, count a connection that may be joined in it."""
+        """Until the block ends, count one connection that may yet be joined."""
         self._places += 1
         try:
             yield
@@ -221,7 +227,7 @@ class DialBudget:
 
     @property
     def is_unused(self) -> bool:
-        """Whether a new one would allow no more."""
+        """Whether a new budget would allow no more than this one."""
         return not self.failed and not self._connections() and self._rate.is_full(trio.current_time())
 
     def _connections(self) -> int:
@@ -244,46 +250,30 @@ class Puncher:
         relays: Callable[[], Collection[str]],
         refusal: Refusal,
     ) -> None:
-        """`maddrs` gives our own addresses, `relays` those peers that may ask us to dial: where we have a place."""
+        """
+        Args:
+            maddrs: returns our own addresses.
+            relays: returns the relays at which we have a reservation; they may ask us to dial.
+        """
+        self.service = Service("dialling a peer behind another router", MAX_AT_ONCE)
         self._control_path = control_path
         self._peer_id = peer_id
         self._maddrs = maddrs
         self._relays = relays
         self._refusal = refusal
         self._connections = Connections(control_path, ASK_TIMEOUT_S)
-        # Apart, as what a relay has us do says nothing of a peer: it can name a wrong address.
+        # A budget for each, as a dial for a relay says nothing about a peer: the relay can name a wrong address.
         self._ours = DialBudget()
         self._for_relay: dict[str, DialBudget] = {}
         self._asking: set[str] = set()
         self._asked: dict[str, trio.Event] = {}
-        self._errors = ErrorLog(logger)
-        self._waiting, self._incoming = trio.open_memory_channel[SocketStream](MAX_AT_ONCE)
 
     def take(self, stream: SocketStream) -> None:
         """Take a stream from a relay. Called in the event loop."""
-        if stream.remote not in self._relays():
+        if stream.remote in self._relays():
+            self.service.take(stream, self._answer)
+        else:
             stream.fail("no relay of ours")
-            return
-        try:
-            self._waiting.send_nowait(stream)
-        except trio.WouldBlock:
-            stream.fail("too many requests at once")
-
-    async def serve(self) -> None:
-        """Answer requests of relays, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            for _ in range(MAX_AT_ONCE):
-                nursery.start_soon(self._serve)
-
-    async def _serve(self) -> None:
-        async for stream in self._incoming:
-            with self._errors.containing("dialling a peer behind another router"):
-                try:
-                    await self._answer(stream)
-                except (PeerLostError, trio.TooSlowError) as error:
-                    logger.debug("no direct connection was made for relay %s: %s", stream.remote, error)
-                finally:
-                    await stream.aclose()
 
     async def _answer(self, relay: SocketStream) -> None:
         with trio.fail_after(ASK_TIMEOUT_S):
@@ -300,7 +290,7 @@ class Puncher:
                 with trio.fail_after(ASK_TIMEOUT_S):
                     await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.OK))
                     now, _ = await receive_message(relay, StopMessage)
-                # Before we dial, or the relay could see when that ends, and so which ports are open where.
+                # Before we dial, or the relay could see when the dial ends, and so which ports are open where.
                 await relay.aclose()
                 if now.status == Status.OK:
                     await self._punch(peer_id, outer, budget, logging.DEBUG)
@@ -309,7 +299,7 @@ class Puncher:
             done.set()
 
     def _agrees(self, relay: str, peer_id: str, budget: DialBudget) -> bool:
-        """Whether we dial a peer for which a relay asks. Strangers can have it ask, and choose the ids."""
+        """Whether we dial a peer because a relay asks us to. Strangers can make it ask, and choose the ids."""
         # When both ask at once, the request of the lower id counts.
         ours_counts = peer_id in self._asking and self._peer_id < peer_id
         busy = ours_counts or peer_id in self._asked or peer_id in self._ours.failed
@@ -317,14 +307,14 @@ class Puncher:
         return not busy and not refused and budget.may_dial(peer_id)
 
     def _for(self, relay: str) -> DialBudget:
-        """The budget of a relay, which it keeps while it is not ours for a moment. Raises PeerLostError."""
+        """The budget of a relay, which it keeps if we lose our reservation for a moment. Raises PeerLostError."""
         self._for_relay = {known: budget for known, budget in self._for_relay.items() if not budget.is_unused}
         if relay not in self._for_relay and len(self._for_relay) >= MAX_COUNTED_RELAYS:
             raise PeerLostError(f"{len(self._for_relay)} other relays had us dial in the last ten minutes")
         return self._for_relay.setdefault(relay, DialBudget())
 
     async def reach(self, peer_id: str, maddrs: list[str]) -> None:
-        """Try to connect to a peer that is behind another router. Does nothing if it is not, or is connected."""
+        """Try to connect to a peer if it is behind another router, and not connected yet."""
         points = [point for point in meeting_points(maddrs) if self._refusal(_relay_at(point)) is None]
         if not points or peer_id in self._ours.failed or self._ours.is_full or peer_id in await self._connected():
             return
@@ -342,7 +332,7 @@ class Puncher:
         await self._punch(peer_id, outer, self._ours, logging.INFO)
 
     async def _ask(self, point: str, peer_id: str) -> Outer:
-        """Ask a relay to have a peer dial us at once. Returns where to dial it, now. Raises PeerLostError."""
+        """Ask a relay to make a peer dial us now. Returns the address at which to dial it now. Raises PeerLostError."""
         relay = _relay_at(point)
         await dial(self._control_path, relay, [point], ASK_TIMEOUT_S)
         stream = await open_stream(self._control_path, relay, PUNCH, ASK_TIMEOUT_S)
@@ -359,7 +349,7 @@ class Puncher:
         return outer
 
     async def _punch(self, peer_id: str, outer: Outer, budget: DialBudget, level: int) -> None:
-        """Dial a peer that is told to dial us at the same time. The outcome is noted, and logged at `level`."""
+        """Dial a peer that was told to dial us at the same time. Logs the outcome at `level`, and notes a failure."""
         try:
             if self._peer_id < peer_id:
                 host, port = outer
@@ -378,7 +368,7 @@ class Puncher:
             logger.log(level, "connected directly to %s, which is behind another router", peer_id)
 
     async def _connected(self) -> dict[str, bool]:
-        """All connected peers, and whether they are so without a relay."""
+        """All connected peers, and whether their connection is direct."""
         found: dict[str, bool] = {}
         for peer_id, maddr in await self._connections.listed(CONNECTED_EVERY_S):
             found[peer_id] = found.get(peer_id, False) or not is_relayed(maddr)
@@ -390,7 +380,7 @@ def _relay_at(point: str) -> str:
 
 
 def _listening(maddrs: Iterable[str]) -> Outer:
-    """Where our p2pd listens, on loopback if it does. Raises PeerLostError."""
+    """The address at which our p2pd listens: loopback's, if it listens there. Raises PeerLostError."""
     for maddr in reversed(list(maddrs)):
         match maddr.split("/"):
             case ["", "ip4", host, "tcp", port, "p2p", _] if scope_of(maddr) is not Scope.PUBLIC:

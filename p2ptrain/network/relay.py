@@ -5,9 +5,9 @@ A relay is a peer with a public address that forwards bytes between peers that c
 the relay for a connection ("hop"), the relay asks the target ("stop" protocol), and then forwards bytes both ways. The
 ends of a circuit encrypt and authenticate their traffic: a relay sees only who talks to whom, and how much.
 
-Both sides are here because p2pd's own do not suffice. Its relay ends each circuit after two minutes or 128 KiB; its
-flags for higher limits sometimes have no effect, because two of its parts race for the protocol. And it reserves only
-at relays named at its start, if all answer and after other peers report that it is behind NAT, or after three minutes.
+p2pd has both sides, too, and they do not suffice. Its relay ends each circuit after two minutes or 128 KiB; its flags
+for higher limits sometimes have no effect, because two of its parts race for the protocol. It reserves only at relays
+named at its start, if all of them answer, and after other peers report that it is behind NAT, or after three minutes.
 A reservation takes one message, so we send it to any connected public peers.
 """
 
@@ -21,14 +21,13 @@ from collections.abc import Awaitable, Callable, Collection
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.daemon import Connections, connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, outer_of, peer_at
-from p2ptrain.network.socket_stream import SocketStream, receive_message, send_message
+from p2ptrain.network.socket_stream import Service, SocketStream, receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream, said_here
@@ -38,46 +37,48 @@ logger = logging.getLogger(__name__)
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 STOP = "/libp2p/circuit/relay/0.2.0/stop"
-# Peers renew their reservation three times a minute; that of a peer that vanished expires after this.
+# How long a reservation lasts. Peers renew theirs three times a minute.
 RESERVATION_S = 120.0
 REQUEST_TIMEOUT_S = 10.0
 # How often a circuit checks whether its ends are refused by now; the lists are read as often.
 ASK_REFUSAL_EVERY_S = 2.0
-# Requests and circuits at once; more are refused.
+# How many requests and circuits there may be at once; more are refused.
 MAX_STREAMS = 512
 # Share of the relay's rate that one circuit may use, so that four pairs are always carried at a fair speed (guess).
 CIRCUIT_SHARE = 0.25
-# Seconds of a rate that may pass at once after a pause: heartbeats and fragments never wait beside a round.
+# So much of a rate may pass at once after a pause, so that heartbeats and fragments do not wait beside a round.
 BURST_S = 0.5
-# How often p2pd's connections are listed for those who want direct ones, unless one of the two is not among them.
+# How old a list of p2pd's connections may be that has both peers who want a direct one.
 LIST_EVERY_S = 1.0
-# How often one peer may want one: as often as another one dials for us. Peers of which that is remembered.
+# How many direct connections one peer may ask for: as many as it dials for a relay. How many such peers are remembered.
 PUNCHES_A_MINUTE, MAX_PUNCHERS = MAX_A_MINUTE, 1024
-# Our places at relays; the second is a spare. Relays carry all traffic of their peers, so no more are used.
+# How many relays we use; the second is a spare. No more, because relays carry all traffic of their peers.
 MAX_RELAYS = 2
-# A reservation at a p2ptrain peer expires after two minutes, at other relays with the connection; renewing is cheap.
+# A reservation expires after two minutes at a p2ptrain peer, and with the connection at other relays. Renewing is
+# cheap.
 RENEW_EVERY_S = 20.0
 RESERVE_TIMEOUT_S = 3.0
-# A peer that refused is not asked again for a while: it may be full, or not a relay.
+# How long a peer that refused is not asked again: it may be full, or not a relay.
 REFUSED_S = 120.0
-# Relays of which that is remembered; they are connected, and there are never so many (guess).
+# How many such peers are remembered. They are connected, and there are never so many (guess).
 MAX_REFUSED = 1024
 # Many libp2p programs forward 128 KiB for two minutes; that is too little for training.
 MIN_CIRCUIT_BYTES, MIN_CIRCUIT_S = 2**30, 600
 
 Connect = Callable[[SocketStream, str], Awaitable[None]]
-"""What is done for a peer that asks to be connected to another one."""
+"""Connects a peer, which has opened the stream, to the peer with the id."""
 
 
 class Relay:
     """Grants at most `max_reservations` reservations at a time, and carries circuits to peers that have one.
 
-    No peer has more circuits than that. All circuits together carry at most `rate_mbit`, each of them a quarter of it,
-    both directions counted; faster senders wait. A refused peer gets neither a reservation nor a circuit, and its
-    circuits end.
+    No peer has more than `max_reservations` circuits. All circuits together carry at most `rate_mbit`, and each of them
+    a quarter of it, in both directions together; faster senders wait. A refused peer gets neither a reservation nor a
+    circuit, and its circuits end.
     """
 
     def __init__(self, control_path: str, max_reservations: int, rate_mbit: float, refusal: Refusal) -> None:
+        self.service = Service("relaying", MAX_STREAMS)
         self._control_path = control_path
         self._max_reservations = max_reservations
         self._refusal = refusal
@@ -87,58 +88,32 @@ class Relay:
         self._punches: dict[str, TokenBucket] = {}
         self._connections = Connections(control_path, REQUEST_TIMEOUT_S)
         self._circuits: Counter[str] = Counter()
-        self._streams = 0
-        self._errors = ErrorLog(logger)
-        self._waiting, self._incoming = trio.open_memory_channel[tuple[SocketStream, Connect]](MAX_STREAMS)
 
     def take(self, stream: SocketStream) -> None:
         """Take a stream for the hop protocol from a peer. Called in the event loop."""
-        self._take(stream, self._connect)
+        self.service.take(stream, lambda source: self._answer(source, self._connect))
 
     def take_punch(self, stream: SocketStream) -> None:
         """Take a stream from a peer that wants a direct connection, see `punch`. Called in the event loop."""
-        self._take(stream, self._introduce)
-
-    def _take(self, stream: SocketStream, connect: Connect) -> None:
-        if self._streams == MAX_STREAMS:
-            stream.fail("too many requests at once")
-            return
-        self._streams += 1
-        self._waiting.send_nowait((stream, connect))
-
-    async def serve(self) -> None:
-        """Answer requests and carry circuits, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            async for stream, connect in self._incoming:
-                nursery.start_soon(self._serve, stream, connect)
-
-    async def _serve(self, stream: SocketStream, connect: Connect) -> None:
-        with self._errors.containing("relaying"):
-            await self._answer(stream, connect)
+        self.service.take(stream, lambda source: self._answer(source, self._introduce))
 
     async def _answer(self, stream: SocketStream, connect: Connect) -> None:
-        try:
-            with trio.fail_after(REQUEST_TIMEOUT_S):
-                request, _ = await receive_message(stream, HopMessage)
-            if self._refusal(stream.remote) is not None:
-                await send_message(stream, _status(Status.PERMISSION_DENIED))
-                return
-            match request.type if request.HasField("type") else None:
-                case HopMessage.RESERVE:
-                    await send_message(stream, self._reserve(stream.remote))
-                case HopMessage.CONNECT:
-                    target = _target_of(request)
-                    if target not in self._reserved or self._refusal(target) is not None:
-                        await send_message(stream, _status(Status.NO_RESERVATION))
-                    else:
-                        await connect(stream, target)
-                case _:
-                    await send_message(stream, _status(Status.MALFORMED_MESSAGE))
-        except (PeerLostError, trio.TooSlowError) as error:
-            logger.debug("a relay request of %s failed: %s", stream.remote, error)
-        finally:
-            self._streams -= 1
-            await stream.aclose()
+        with trio.fail_after(REQUEST_TIMEOUT_S):
+            request, _ = await receive_message(stream, HopMessage)
+        if self._refusal(stream.remote) is not None:
+            await send_message(stream, _status(Status.PERMISSION_DENIED))
+            return
+        match request.type if request.HasField("type") else None:
+            case HopMessage.RESERVE:
+                await send_message(stream, self._reserve(stream.remote))
+            case HopMessage.CONNECT:
+                target = _target_of(request)
+                if target not in self._reserved or self._refusal(target) is not None:
+                    await send_message(stream, _status(Status.NO_RESERVATION))
+                else:
+                    await connect(stream, target)
+            case _:
+                await send_message(stream, _status(Status.MALFORMED_MESSAGE))
 
     def _reserve(self, peer_id: str) -> HopMessage:
         if peer_id not in self._reserved and len(self._reserved) >= self._max_reservations:
@@ -177,16 +152,16 @@ class Relay:
     async def _introduce(self, source: SocketStream, target: str) -> None:
         """Tell two peers each other's outer address, and to dial now.
 
-        Both are told at once. What one sends to the other takes longer than the difference between their ways to us,
-        so each router has seen its own peer's packet when the other's arrives. Routers that refuse instead of ignoring
-        what they do not expect need that.
+        Both are told at once. A packet from one to the other takes longer than the difference between their ways to us,
+        so each router has seen its own peer's packet when the other's arrives. Routers that do not ignore but refuse
+        unexpected packets need that.
         """
         if not self._may_punch(source.remote):
             await send_message(source, _status(Status.RESOURCE_LIMIT_EXCEEDED))
             return
         outer = await self._outer_addresses(source.remote, target)
         ours, theirs = outer.get(source.remote), outer.get(target)
-        if ours is None or theirs is None or ours[0] == theirs[0]:  # behind one router they use their own addresses
+        if ours is None or theirs is None or ours[0] == theirs[0]:  # peers behind one router use their own addresses
             await send_message(source, _status(Status.CONNECTION_FAILED))
             return
         request = StopMessage(type=StopMessage.CONNECT, peer=peer_at(source.remote, ours))
@@ -209,7 +184,7 @@ class Relay:
         return bucket.spend(1, trio.current_time())
 
     async def _outer_addresses(self, *peer_ids: str) -> dict[str, Outer]:
-        """Where the connections of our peers come from, these among them, as far as another peer may dial that."""
+        """The outer addresses of our peers, with those of `peer_ids` if they are known."""
         found: dict[str, Outer] = {}
         for most_s in (LIST_EVERY_S, 0.0):
             for peer_id, maddr in await self._connections.listed(most_s):
@@ -256,7 +231,7 @@ class Relay:
             async def forward(source: Stream, target: Stream) -> None:
                 with contextlib.suppress(PeerLostError):
                     while data := await source.receive_some():
-                        # Nothing is read meanwhile, so that the sender waits too.
+                        # Meanwhile nothing is read, so the sender waits too.
                         for bucket in buckets:
                             await trio.sleep(bucket.take(len(data), trio.current_time()))
                         await target.send_all(data)
@@ -281,7 +256,8 @@ def _target_of(request: HopMessage) -> str:
 class Reservations:
     """This peer's reservations, at relays that the user does not refuse.
 
-    `maddrs`: our addresses through them, without our peer id.
+    Attributes:
+        maddrs: our addresses through these relays, without our peer id.
     """
 
     def __init__(self, control_path: str, refusal: Refusal) -> None:
@@ -293,7 +269,7 @@ class Reservations:
         self._refused = ExpiringSet(REFUSED_S, MAX_REFUSED)
 
     def relays(self) -> Collection[str]:
-        """Where we have a place."""
+        """The relays at which we have a reservation."""
         return self._reserved.keys()
 
     async def renew(self) -> None:
@@ -319,10 +295,17 @@ class Reservations:
             self.maddrs = tuple(Multiaddr(f"{maddr}/p2p/{relay}/p2p-circuit") for relay, maddr in kept.items())
 
     async def _is_granted(self, relay: str) -> bool:
-        """Whether a relay grants or renews a reservation."""
+        """Ask a relay for a reservation or its renewal. Returns whether it agrees."""
         try:
-            await self._reserve(relay)
-        except PeerLostError as error:
+            stream = await open_stream(self._control_path, relay, HOP, RESERVE_TIMEOUT_S)
+            try:
+                with trio.fail_after(RESERVE_TIMEOUT_S):
+                    await send_message(stream, HopMessage(type=HopMessage.RESERVE))
+                    answer, _ = await receive_message(stream, HopMessage)
+            finally:
+                stream.fail("asked")
+            check_answer(answer)
+        except (PeerLostError, trio.TooSlowError) as error:
             logger.debug("no reservation at relay %s: %s", relay, error)
             # A relay where we had one may be busy or restarting.
             if relay not in self._reserved:
@@ -338,22 +321,9 @@ class Reservations:
             if maddr and scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)
         }
 
-    async def _reserve(self, relay: str) -> None:
-        """Ask for a reservation or its renewal. Raises PeerLostError if the relay is gone or refuses."""
-        stream = await open_stream(self._control_path, relay, HOP, RESERVE_TIMEOUT_S)
-        try:
-            with trio.move_on_after(RESERVE_TIMEOUT_S):
-                await send_message(stream, HopMessage(type=HopMessage.RESERVE))
-                answer, _ = await receive_message(stream, HopMessage)
-                check_answer(answer)
-                return
-        finally:
-            stream.fail("asked")
-        raise PeerLostError("no answer")
-
 
 def check_answer(answer: HopMessage) -> None:
-    """Raises PeerLostError unless a relay grants a reservation with limits that are high enough for training."""
+    """Raises PeerLostError unless a relay grants a reservation, with limits that are high enough for training."""
     if answer.status != Status.OK:
         raise PeerLostError(f"it refused, with status {answer.status}")
     # A missing field means no limit, and reads as 0.

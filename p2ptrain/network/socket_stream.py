@@ -1,38 +1,42 @@
-"""A stream over a socket of the event loop, and protobuf messages on streams.
+"""A stream over a socket of the event loop, protobuf messages on streams, and services for streams.
 
-The socket is one to libp2p's daemon (p2pd), which carries one of libp2p's streams, or has TLS. p2pd's connections begin
-with one message, and raw bytes follow (`daemon`). Messages have a length prefix, as p2pd and libp2p's own protocols
-frame them; such protocols are circuit relay v2 (`relay`) and AutoNAT (`probe`).
+The socket leads to libp2p's daemon (p2pd), for one of libp2p's streams, or to another peer, with TLS. p2pd's
+connections begin with one message, and raw bytes follow (`daemon`). Messages have a length prefix, as p2pd and libp2p's
+protocols frame them, such as circuit relay v2 (`relay`) and AutoNAT (`probe`).
 
-Unlike hivemind's StreamReader, bytes go from the event loop's callback into a bounded buffer that wakes the trio task:
-there is no asyncio task per read, and peers get backpressure.
+Unlike in hivemind's StreamReader, bytes go from the event loop's callback into a bounded buffer that wakes the trio
+task: there is no asyncio task per read, and peers get backpressure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import trio
 from google.protobuf.message import DecodeError, Message
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.wire.transport import Stream
 
-# Received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
+logger = logging.getLogger(__name__)
+
+# Limit of received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
-# Bytes that send_all may leave unsent when it returns.
+# How many bytes may be unsent when send_all returns.
 SEND_BUFFER_BYTES = 256 * 1024
-# A response from p2pd: a list of 128 peers with all their addresses takes about 40 kB.
+# Limit of a response of p2pd: a list of 128 peers with all their addresses takes about 40 kB.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # No message of libp2p's protocols between two peers is longer.
 MAX_FRAME_BYTES = 4096
-# How long bytes accepted by send_all may take to reach p2pd after aclose.
+# How long bytes of send_all may take to reach p2pd after aclose.
 LINGER_S = 2.0
-# p2pd resets the stream when we close our end, and libp2p then drops what the other p2pd has received but not yet
+# p2pd resets the stream when we close our end, and libp2p then drops bytes that the other p2pd has received and not yet
 # delivered. So closing waits until the last bytes are this old: about 100 times their delay on an idle machine.
 LAST_BYTES_S = 0.25
 
@@ -46,7 +50,7 @@ def close_everywhere(ended: socket.socket) -> None:
     last copy is closed. So after `close` alone a port would stay taken, and the other end of a connection would hear
     nothing, for as long as workers live; those with `persistent_workers=True` live on after the peer has left.
     """
-    with contextlib.suppress(OSError):  # it is closed already, or a system that knows no shutdown of such a socket
+    with contextlib.suppress(OSError):  # it is closed already, or the system cannot shut down such a socket
         ended.shutdown(socket.SHUT_RDWR)
     ended.close()
 
@@ -126,9 +130,9 @@ class SocketStream:
         """
         Args:
             on_message: called once, in the event loop, with p2pd's first message.
-            among: a set of the owner's, in which the stream is while it is connected.
+            among: the owner's set of connected streams, in which this one is while it is connected.
             remote: the other end, if it is known.
-            has_first_message: whether it is a connection to p2pd, which begins with a message.
+            has_first_message: whether this is a connection to p2pd, which begins with a message.
         """
         self.remote = remote
         self.relay = ""
@@ -224,7 +228,7 @@ class SocketStream:
         self._receivers.unpark_all()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self._ended:  # else unsent bytes of ours are expected to be lost
+        if not self._ended:  # else we expect to lose unsent bytes
             self._break(f"the connection was lost: {error or 'closed'}")
         self._receivers.unpark_all()
         self._senders.unpark_all()
@@ -282,3 +286,43 @@ class SocketStream:
         self._broken = self._broken or reason
         self._receivers.unpark_all()
         self._senders.unpark_all()
+
+
+Handle = Callable[[SocketStream], Awaitable[None]]
+"""Serves one stream. May raise PeerLostError or TooSlowError."""
+
+
+class Service:
+    """Handles the streams that other peers open for a protocol, at most `limit` at once. More are refused."""
+
+    def __init__(self, doing: str, limit: int) -> None:
+        """`doing`: what it does, for the log."""
+        self._doing = doing
+        self._limit = limit
+        self._taken = 0
+        self._errors = ErrorLog(logger)
+        self._waiting, self._incoming = trio.open_memory_channel[tuple[SocketStream, Handle]](limit)
+
+    def take(self, stream: SocketStream, handle: Handle) -> None:
+        """Have `serve` handle a stream, and close it then. Called in the event loop."""
+        if self._taken == self._limit:
+            stream.fail("too many requests at once")
+        else:
+            self._taken += 1
+            self._waiting.send_nowait((stream, handle))
+
+    async def serve(self) -> None:
+        """Handle the streams that are taken, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            async for stream, handle in self._incoming:
+                nursery.start_soon(self._serve_one, stream, handle)
+
+    async def _serve_one(self, stream: SocketStream, handle: Handle) -> None:
+        with self._errors.containing(self._doing):
+            try:
+                await handle(stream)
+            except (PeerLostError, trio.TooSlowError) as error:
+                logger.debug("%s for %s failed: %s", self._doing, stream.remote, error)
+            finally:
+                self._taken -= 1
+                await stream.aclose()

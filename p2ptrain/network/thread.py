@@ -1,8 +1,8 @@
 """The background thread that runs all networking.
 
-Its host loop is asyncio (uvloop if installed), which hivemind needs. Our own code is trio, which runs in guest mode and
-awaits asyncio code by `from_asyncio`. The training thread uses `run`, `start_soon` and `post`, and never blocks on the
-network without a time limit.
+Its loop is asyncio's (uvloop if installed), which hivemind needs. Our own code is trio, which runs in guest mode on
+that loop and awaits asyncio code by `from_asyncio`. The training thread uses `run`, `start_soon` and `post`, and never
+waits for the network without a time limit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Ts = TypeVarTuple("Ts")
 
 logger = logging.getLogger(__name__)
 
-# How long a cancelled call may take to clean up: a p2pd that ignores SIGTERM gets 2 s.
+# How long a cancelled call may take to clean up; ending a p2pd that ignores SIGTERM takes 2 s.
 CANCEL_GRACE_S = 5.0
-# Longest wait at interpreter exit for sockets and processes to end.
+# How long the interpreter's exit may wait for sockets and processes to end.
 EXIT_TIMEOUT_S = 8.0
 
 
@@ -98,7 +98,7 @@ class NetworkThread:
     Public methods may be called from any other thread. The thread is stopped at interpreter exit at the latest.
 
     Attributes:
-        failure: the first exception of a task given to `start_soon` or a callable given to `post`, or that ended the
+        failure: the first exception of a task given to `start_soon`, of a callable given to `post`, or that ended the
             thread; None if there was none. Each bug is also logged once.
     """
 
@@ -241,8 +241,9 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _log_asyncio_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # From calls to a lost daemon; asyncio's own handler would print them to the user's terminal. No traceback: this
-    # runs during garbage collection, and printing one parses code, which Python 3.11 may be doing already.
+    # Calls to a lost daemon cause them, and asyncio's own handler would print them to the user's terminal. No
+    # traceback: this runs during garbage collection, and printing one parses code, which Python 3.11 may be doing
+    # already.
     logger.debug("asyncio: %s: %r", context.get("message"), context.get("exception"))
 
 

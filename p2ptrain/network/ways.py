@@ -1,12 +1,12 @@
-"""The ways to a peer through each of this machine's network interfaces: round trip, rate, and the one that is used.
+"""The ways to a peer through each network interface of this machine: round trip, rate, and which one is used.
 
-A TCP connection takes one round trip to open. Linux (from 5.7 on) lets everybody force its packets through an
-interface; elsewhere they only get the interface's address, and the system may route them as it likes.
+Opening a TCP connection takes one round trip. Linux (from 5.7 on) lets any program force its packets through an
+interface. On other systems they only get the interface's address, and the system chooses the route.
 
-For a rate, the peer counts what we upload, throws it away, and says how fast it came. A stranger may ask for this, so
-it costs the asked peer little: it sends eight bytes, and takes one upload at a time, 8 MiB in 2 s at most, and from all
-together 32 MiB at once and 32 MiB a minute on average. It sends no bytes for a measurement of the other direction: then
-a stranger could have them sent.
+To measure a rate, we upload bytes that the peer counts and drops; then it tells us how fast they came. A stranger may
+ask for this, so it costs the peer little: it sends eight bytes, and takes one upload at a time, of at most 8 MiB in 2
+s, and from all peers together 32 MiB at once and 32 MiB a minute on average. The other direction is not measured,
+because then a stranger could make the peer send.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from typing import Any
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.daemon import open_stream
-from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.socket_stream import Service, SocketStream
 from p2ptrain.network.thread import open_background
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
 
 logger = logging.getLogger(__name__)
 
-# The first connection may wait for name resolution in the local network (ARP); the shortest of three is the path's.
+# The first connection may wait for address resolution in the local network (ARP), so the shortest of three counts.
 ATTEMPTS = 3
 CONNECT_TIMEOUT_S = 3.0
-# Names the protocol of rates.
+# The libp2p protocol that measures rates.
 RATE = "p2ptrain/rate/1"
-# TCP leaves its slow start at 100 Mbit/s and 100 ms after the first 2 MB, and in 0.8 s.
+# At 100 Mbit/s and 100 ms, TCP leaves its slow start after 2 MB and 0.8 s.
 MOST_BYTES, MOST_S = 8 * 1024 * 1024, 2.0
-# Four interfaces of one machine; 4.5 Mbit/s on average if strangers ask all the time (guess).
+# Enough for four interfaces of one machine; 4.5 Mbit/s on average if strangers ask all the time (guess).
 MOST_BYTES_A_MINUTE = 4 * MOST_BYTES
-# Opening a stream and the answer's way back, on a slow path with a full buffer.
+# Allows for a slow path with a full buffer.
 OPEN_TIMEOUT_S, ANSWER_TIMEOUT_S = 3.0, MOST_S + 3.0
 _ANSWER = struct.Struct(">Q")
 PIECE_BYTES = 64 * 1024
@@ -55,12 +54,12 @@ _FAMILIES_OF_NAMES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": s
 Target = tuple[Any, ...]
 
 Arrival = tuple[float, int]
-"""When bytes arrived, in seconds on any clock, and how many had then come in all."""
+"""A time, in seconds on any clock, and how many bytes had arrived by then."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One address of this machine; its name, and what card and cable have agreed on, if the system tells ("", None)."""
+    """An address of this machine, the name of its network card, and the card's speed ("" and None if not known)."""
 
     address: str
     name: str = ""
@@ -73,7 +72,7 @@ class Way:
 
     Attributes:
         rtt_s: seconds of a round trip; None without an answer.
-        used: whether the system chooses it.
+        used: whether the system uses it for this peer.
         target: the peer's address.
         mbit: the rate from us to the peer; None if it was not measured.
     """
@@ -86,10 +85,7 @@ class Way:
 
 
 def interfaces_of(maddrs: Iterable[str]) -> list[Interface]:
-    """Interfaces of this machine to other machines.
-
-    `maddrs` are the addresses that libp2p found.
-    """
+    """The interfaces of this machine to other machines. `maddrs`: its addresses as libp2p found them."""
     hosts = dict.fromkeys([*_names_of_addresses(), *(host for _, host, _ in endpoints(maddrs))])
     return [_interface(host) for host in hosts if _can_send_from(host)]
 
@@ -135,7 +131,7 @@ async def _resolved(family: int, host: str, port: int) -> Target | None:
 
 
 async def _round_trip(target: Target, interface: Interface | None) -> tuple[float, str] | None:
-    """Seconds of a round trip and the local address; None without an answer. Without an interface, as routed."""
+    """Seconds of a round trip, and the local address; None without an answer. No interface: as the system routes."""
     answers = []
     with contextlib.suppress(OSError, trio.TooSlowError):
         for _ in range(ATTEMPTS):
@@ -152,7 +148,7 @@ async def _connect(target: Target, interface: Interface | None) -> tuple[float, 
 
 
 async def socket_to(target: Target, interface: Interface | None) -> trio.socket.SocketType:
-    """A socket whose packets leave through an interface; without one, as routed."""
+    """A socket whose packets leave through an interface (None: as the system routes)."""
     connection = trio.socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET)
     try:
         if interface is not None:
@@ -166,9 +162,9 @@ async def socket_to(target: Target, interface: Interface | None) -> trio.socket.
 
 @contextlib.asynccontextmanager
 async def forwarded(way: Way) -> AsyncIterator[str]:
-    """A multiaddr on loopback for one connection, which is forwarded along a way until the block ends.
+    """A loopback multiaddr. Until the block ends, one connection to it is forwarded along a way.
 
-    For p2pd, which cannot choose its interface.
+    This is for p2pd, which cannot choose its interface.
     """
     with trio.socket.socket() as listening:
         await listening.bind(("127.0.0.1", 0))
@@ -203,7 +199,7 @@ def _force_through(connection: trio.socket.SocketType, interface: Interface) -> 
 
 
 def _can_send_from(host: str) -> bool:
-    """Whether it is an address of this machine towards others, and not of its router."""
+    """Whether a host is an address of this machine (not of its router) from which it can reach other machines."""
     with contextlib.suppress(ValueError, OSError):
         if not (ip_address(host).is_loopback or ip_address(host).is_link_local):
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
@@ -234,7 +230,7 @@ def _names_of_addresses() -> dict[str, str]:
 
 
 def bytes_per_s(arrivals: Sequence[Arrival]) -> float | None:
-    """The rate in the later half of the time, when TCP has left its slow start; None if there is no time between."""
+    """The rate in the later half of the time, when TCP has left its slow start; None if no time has passed."""
     if not arrivals:
         return None
     ended_s, in_all = arrivals[-1]
@@ -244,7 +240,7 @@ def bytes_per_s(arrivals: Sequence[Arrival]) -> float | None:
 
 
 async def upload_rate(control_path: str, peer_id: str) -> float | None:
-    """Bytes per second from us to a connected peer; None if it does not measure that, or not now."""
+    """Bytes per second from us to a connected peer; None if the peer cannot measure it now."""
     try:
         stream = await open_stream(control_path, peer_id, RATE, OPEN_TIMEOUT_S)
         try:
@@ -276,36 +272,19 @@ async def _send_zeros(stream: Stream) -> None:
 
 
 class RateCounter:
-    """Answers those who ask how fast they can send to us."""
+    """Tells peers how fast they can send to us, one at a time."""
 
     def __init__(self, refusal: Refusal) -> None:
+        self.service = Service("measuring a rate", 1)
         self._refusal = refusal
         self._allowance = TokenBucket(MOST_BYTES_A_MINUTE / 60, MOST_BYTES_A_MINUTE, now=0.0)
-        self._errors = ErrorLog(logger)
-        # Without room, so that only a stream that is served now is taken.
-        self._waiting, self._incoming = trio.open_memory_channel[SocketStream](0)
 
     def take(self, stream: SocketStream) -> None:
         """Take an upload. Called in the event loop."""
-        try:
-            self._waiting.send_nowait(stream)
-        except trio.WouldBlock:
-            stream.fail("another one is measured")
+        self.service.take(stream, self._count)
 
-    async def serve(self) -> None:
-        """Count uploads, until cancelled."""
-        async for stream in self._incoming:
-            with self._errors.containing("measuring a rate"):
-                try:
-                    if self._refusal(stream.remote) is None:
-                        await self._count(stream)
-                except PeerLostError as error:
-                    logger.debug("the rate from %s was not measured: %s", stream.remote, error)
-                finally:
-                    await stream.aclose()
-
-    async def _count(self, stream: Stream) -> None:
-        if not self._allowance.spend(MOST_BYTES, trio.current_time()):
+    async def _count(self, stream: SocketStream) -> None:
+        if self._refusal(stream.remote) is not None or not self._allowance.spend(MOST_BYTES, trio.current_time()):
             return
         arrivals: list[Arrival] = []
         count = 0

@@ -1,10 +1,9 @@
 """The transfers of a model's weights on a GPU: copies on a side stream, while the device trains on.
 
-Weights that must belong to one step are first copied on the device, by a kernel on the training stream: it takes its
-turn after the optimizer's last kernels and before the next ones, and needs no waiting. The copy then goes to host
-memory on the side stream. What comes from the host goes into memory of its own on the device, and changes the weights
-later, by a kernel on the training stream too. So weights are only read and written on the training stream, in the order
-of the calls.
+Weights that must belong to one step are first copied on the device, by a kernel on the training stream, which runs
+after the optimizer's last kernels and before the next ones. Nobody waits for it. The copy then goes to host memory on
+the side stream. Values from the host go into separate memory on the device, and a later kernel on the training stream
+changes the weights with them. So weights are read and written only on the training stream, in the order of the calls.
 
 A snapshot takes 4 bytes a parameter on the device until it is in host memory, and so does a landing until it is
 applied; a fragment 12 bytes for each of its values. If that much is not free (`SideStream.has_room`), it goes as on
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Queued(Generic[T]):
-    """A transfer whose work was queued; `complete` makes its result once that is done."""
+    """A transfer whose work is queued. `complete` makes its result when the work is done."""
 
     pending: Pending
     complete: Callable[[], T]
@@ -50,7 +49,7 @@ class _Queued(Generic[T]):
 
 
 def device_transfers(view: ParameterView, side: SideStream) -> Transfers:
-    """The transfers of parameters that are all on the device of the stream."""
+    """The transfers of parameters that are all on the stream's device."""
     return Transfers(DeviceFragments(view, side), DeviceFlat(view, side))
 
 
@@ -141,28 +140,24 @@ class DeviceFlat:
             return None
 
 
+@dataclass(frozen=True, slots=True)
 class _Compared:
     """Implements `Comparison`: a received fragment on the device, and its distance from θ when it was compared."""
 
-    def __init__(
-        self,
-        view: ParameterView,
-        side: SideStream,
-        placed: PlacedPlan,
-        theirs: torch.Tensor,
-        own_rms: float,
-        rms: float,
-    ) -> None:
-        self.own_rms = own_rms
-        self._view, self._side, self._placed, self._theirs, self._rms = view, side, placed, theirs, rms
+    view: ParameterView
+    side: SideStream
+    placed: PlacedPlan
+    theirs: torch.Tensor
+    own_rms: float
+    rms: float
 
     @torch.no_grad()
     def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
-        if math.isfinite(self._rms) and self._rms <= max_rms:
-            mixed = self._view.gather_on_device(self._placed)
-            mixed.lerp_(self._theirs, weight if isinstance(weight, float) else _uploaded(self._side, weight))
-            self._view.scatter_on_device(self._placed, mixed)
-        return self._rms
+        if math.isfinite(self.rms) and self.rms <= max_rms:
+            mixed = self.view.gather_on_device(self.placed)
+            mixed.lerp_(self.theirs, weight if isinstance(weight, float) else _uploaded(self.side, weight))
+            self.view.scatter_on_device(self.placed, mixed)
+        return self.rms
 
 
 def _uploaded(side: SideStream, values: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ class GroupPeer:
         Raises:
             ConfigError: on all ranks, if the model of one of them cannot be trained or is not that of rank 0.
             PeerLostError: as `step`.
-            Exception: on all ranks, what `enter` raises on rank 0, as `load_state_dict`.
+            Exception: on all ranks, if `enter` raises on rank 0; of which class, says `load_state_dict`.
         """
         self.rank, self.size = group.rank(), group.size()
         self.peer: Peer | None = None
@@ -209,8 +209,8 @@ class GroupPeer:
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """All ranks: `Peer.load_state_dict` with the state given on rank 0. Waits until it is in force.
 
-        Raises on all ranks what that raises: on the others a ConfigError or TimeoutError of the same class and text,
-        and PeerLostError for any other error.
+        Raises its error on all ranks: on the others with the same class and text if it is a ConfigError or
+        TimeoutError, and as a PeerLostError otherwise.
         """
         taken = self._on_rank_0(lambda: self._peer.load_state_dict(state), False)
         taken = bool(self._told({"taken": taken})["taken"])
@@ -255,8 +255,8 @@ class GroupPeer:
     def _on_rank_0(self, call: Callable[[], T], otherwise: T) -> T:
         """All ranks: make a call on rank 0 that may change the weights. The others return `otherwise`.
 
-        Meanwhile the other ranks of a sharded model do their share. All ranks must call `_told` next: there the
-        other ranks raise what the call has raised on rank 0.
+        The other ranks of a sharded model do their share meanwhile. All ranks must call `_told` next, in which the
+        other ranks raise the error that the call has raised on rank 0.
         """
         self._parts.reshard()
         if self.rank:
@@ -278,7 +278,7 @@ class GroupPeer:
             self._sharded.end()
 
     def _told(self, message: dict[str, Any]) -> dict[str, Any]:
-        """All ranks, after `_on_rank_0`: the message of rank 0; on the other ranks, raise what that call has raised."""
+        """All ranks, after `_on_rank_0`: return the message of rank 0, or raise the error of that call."""
         told = self._ranks.tell(message)
         if "raised" in told:
             raise _SHARED_ERRORS.get(told["raised"], PeerLostError)(told["text"])
@@ -290,8 +290,9 @@ class GroupPeer:
         return {"run": peer.run.to_dict(), "peer_id": peer.peer_id, "maddrs": peer.maddrs}
 
     def _follow(self, report: StepReport, changes: Changes | None = None) -> StepReport:
-        """Give all ranks the report and the status of rank 0, and copy the weights that have changed there, unless
-        the model is sharded: then all ranks have changed theirs.
+        """Give all ranks the report and the status of rank 0, and the weights that have changed there.
+
+        The ranks of a sharded model have changed their weights themselves.
 
         Args:
             report: the report of rank 0; ignored on the other ranks.
@@ -334,7 +335,7 @@ class GroupPeer:
 
 
 def _message_of(error: Exception) -> dict[str, Any]:
-    """What the other ranks are told of an error of rank 0: the nearest class that they share, and the text."""
+    """The message for the other ranks about an error of rank 0: the nearest shared class, and the text."""
     for kind in type(error).__mro__:
         if kind.__name__ in _SHARED_ERRORS:
             return {"raised": kind.__name__, "text": str(error)}

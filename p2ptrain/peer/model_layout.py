@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 import weakref
@@ -16,7 +17,7 @@ from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.transfers import Transfers, at_once, in_pieces
-from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.errors import ConfigError, RunMismatchError, WireError
 from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.model_tensors import check_apart, persistent_buffers, plain_names, trainable_parameters
 from p2ptrain.peer.process_group import ProcessGroup
@@ -25,8 +26,8 @@ from p2ptrain.peer.sharding import frozen_values, fsdp_modules, is_sharded, loca
 from p2ptrain.peer.side_stream import CudaSideStream
 from p2ptrain.settings.config import RunConfig
 
-# Where the parameters lie that peers of this process write to, with their devices. Global, as such peers need not know
-# of each other, and because a mark on a user's tensor would be pickled with it.
+# Devices and addresses of the parameters that peers of this process write to. It is global, because these peers need
+# not know of each other, and a mark on a user's tensor would be pickled with it.
 _written = set[tuple[torch.device, int]]()
 _claiming = threading.Lock()
 
@@ -77,7 +78,7 @@ class ModelParts:
         self.tensors = [local_of(parameter) for parameter in self.parameters]
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
         self.is_sharded = is_sharded(self.parameters[0])
-        # Where the values were when the model joined. Of sharded parameters only the first is looked at.
+        # Addresses of the values when the model joined; of sharded parameters, only the first one's.
         self._addresses = [tensor.data_ptr() for tensor in self.tensors[: 1 if self.is_sharded else None]]
         self._model = model
         self._note_modules()
@@ -92,6 +93,16 @@ class ModelParts:
             self.layout_sha256 = ranks.tell({"sha256": self.layout_sha256})["sha256"]
         elif ranks is not None:
             _check_same(self.layout_sha256, ranks)
+
+    def with_layout(self, run: RunConfig) -> RunConfig:
+        """The settings of a run, with the hash of this model. Raises RunMismatchError if they have another one."""
+        ours, theirs = self.layout_sha256, run.model_layout
+        if theirs and theirs != ours:
+            raise RunMismatchError(
+                f"model: its parameters (names, shapes, dtypes, which are trained, frozen values) hash to {ours[:12]}, "
+                f"those of run {run.run_id!r} to {theirs[:12]}; build the same model, or choose another run_id"
+            )
+        return dataclasses.replace(run, model_layout=ours)
 
     def claim(self) -> None:
         """Take the parameters for one peer, until `release`.
@@ -118,16 +129,18 @@ class ModelParts:
         self._release()
 
     def reshard(self) -> None:
-        """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass: they would be used
-        in the next one, although the shards have changed."""
+        """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass.
+
+        The next forward pass would use them, although the shards have changed.
+        """
         for module in self._fsdp_modules:
             module.reshard()
 
     def check_in_place(self) -> None:
-        """Raise ConfigError if a parameter has moved since, as the exchange would write into its old memory, or if the
-        model has got trainable parameters since, as they would not be exchanged.
+        """Raise ConfigError if a parameter was moved since the model joined, or if one has become trainable.
 
-        Of sharded parameters only the first is looked at for a move.
+        The exchange would write into the old memory of the first, and would leave out the second. Of sharded
+        parameters, only the first one's memory is checked.
         """
         self.reshard()
         parameters = map(local_of, self.parameters[:1]) if self.is_sharded else self.parameters
@@ -170,18 +183,18 @@ class ModelParts:
     def _note_modules(self) -> None:
         """Note what the modules of the model hold, for `check_in_place`."""
         modules = list(self._model.modules())
-        # These follow the modules; the last one is there so that one of another length differs.
+        # These follow the modules. The last one makes sequences of different lengths differ.
         held = [held for module in modules for held in (module._parameters.values(), module._modules.values())]
         self._held = [*held, (object(),)]
         self._seen = list(chain.from_iterable(self._held))
         self._frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
 
     def transfers(self) -> Transfers:
-        """How an exchange moves the weights to and from host memory: beside training, on a CUDA or ROCm GPU, and in
-        slices over several steps, from host memory.
+        """How an exchange moves the weights to and from host memory.
 
-        At once on other devices, and if the weights are sharded or lie on several devices. Also in a process group on a
-        CPU: after each slice of a landing, all weights would have to be copied to the other ranks.
+        On a CUDA or ROCm GPU: beside training. On a CPU: in slices, over several steps; at once in a process group, as
+        all weights would have to be copied to the other ranks after each slice of a landing. At once also on other
+        devices, and if the weights are sharded or on several devices.
         """
         devices = {tensor.device for tensor in self.tensors}
         if isinstance(self.view, ShardedView) or len(devices) > 1:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import random
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import trio
 
 from p2ptrain.error_log import ErrorLog
-from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
-from p2ptrain.peer.peer_state import from_dict, to_dict
+from p2ptrain.peer.network_side import POLL_S, NetworkSide
+from p2ptrain.peer.peer_state import from_dict
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.step_values import plain_loss, plain_samples, plain_shard_tokens
 from p2ptrain.peer.watch import Watch
@@ -32,27 +31,13 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
 from p2ptrain.protocol.membership.status import PeerStatus
 from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
-from p2ptrain.protocol.node.node import STAY_S, Node
+from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.os_memory import release_unused
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.joining import Restored
-from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
-
-# How often a waiting main thread checks for Ctrl-C and progress.
-POLL_S = 0.05
-# A Leave needs one write per link.
-LEAVE_S = 0.3
-# To finish a committed round when leaving: its mean, step and hashes take seconds for a large model.
-LANDING_S = 5.0
-# At the end, for transfers to and from a GPU that are under way: they take well below a second unless it hangs.
-TRANSFERS_S = 5.0
-# How often a leaving thread looks whether it may go on.
-LEAVING_POLL_S = 0.01
-# To copy anchor and moments, after a round that is landing.
-STATE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -60,10 +45,10 @@ class JoinOptions:
     """How a peer joins.
 
     Attributes:
-        may_found: whether it founds the run at once: there is no peer to ask.
-        worker_threads: for the work of rounds.
-        resume_state: its `Peer.state_dict()` of before a restart.
-        on_status: called with what it is doing until it has joined.
+        may_found: whether it founds the run at once, because there is no peer to ask.
+        worker_threads: how many threads do the work of rounds.
+        resume_state: its `Peer.state_dict()` from before a restart.
+        on_status: called with its status until it has joined.
     """
 
     may_found: bool
@@ -75,8 +60,8 @@ class JoinOptions:
 class Peer:
     """One member of a run, made by `p2ptrain.join` or `NetworkSession.enter`; a context manager that leaves at the end.
 
-    Use it from the training thread only, except what is only read: `others`, `alive`, `status`, `run_step`, `maddrs`
-    and the attributes.
+    Call it only from the training thread. Any thread may read `others`, `alive`, `status`, `run_step`, `maddrs` and the
+    attributes.
 
     Attributes:
         run: the run's settings.
@@ -99,14 +84,13 @@ class Peer:
         records: Sink,
         joining: JoinOptions,
     ) -> None:
-        incarnation = secrets.token_hex(8)
         self._parts = parts
-        self.run = _with_layout(run.config, self._parts.layout_sha256)
+        self.run = parts.with_layout(run.config)
         self.peer_id = network.peer_id
         self.data_seed = self.run.data_seed(self.peer_id)
         self._network = network
         self._thread = thread
-        self._incarnation = incarnation
+        self._incarnation = secrets.token_hex(8)
         self._event_log = EventLog(time.time)
         self._records = Sinks([records, self._event_log])
         self._on_leave: Callable[[], None] = lambda: None
@@ -115,14 +99,11 @@ class Peer:
         self._record_s = 0.0
         self._status = ""
         self._errors = ErrorLog(logger)
-        self._scope: trio.CancelScope | None = None
-        self._ended = threading.Event()
-        averaged = self._parts.averaged(self.run, optimizer)
         self._exchange = Exchange(
-            self._parts.view,
+            parts.view,
             self.run,
-            averaged=averaged,
-            transfers=self._parts.transfers(),
+            averaged=parts.averaged(self.run, optimizer),
+            transfers=parts.transfers(),
             clock=time.monotonic,
             post=thread.post,
             cpu_clock=time.thread_time,
@@ -133,13 +114,13 @@ class Peer:
             run_id=self.run.run_id,
             run_digest=self.run.digest,
             maddrs=self.maddrs,
-            incarnation=incarnation,
-            parameters=self._parts.space.numel,
+            incarnation=self._incarnation,
+            parameters=parts.space.numel,
             run=self.run.to_dict(),
         )
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
-            own = incarnation_of(incarnation, number)
+            own = incarnation_of(self._incarnation, number)
             trains = number > 0 and self._runner.last_ready.ready.is_set()
             return Node(
                 dataclasses.replace(run, config=self.run),
@@ -164,12 +145,15 @@ class Peer:
             parts.release()
             self._workers.close()
             raise
-        thread.start_soon(self._run_node)
+        self._network_side = NetworkSide(self._runner, self._exchange, parts, self._workers, network, thread)
+        self._network_side.start(self._on_event)
         try:
-            self._await_ready(joining.on_status)
+            self._network_side.await_ready(partial(self._note_status, joining.on_status))
         except BaseException:
             self.leave("could not join")
             raise
+        state_sync = self._runner.last_ready.state_sync
+        self.founded, self.run_founder = state_sync.joining.founded, state_sync.run_founder
 
     def __enter__(self) -> Peer:
         return self
@@ -180,7 +164,7 @@ class Peer:
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         """Exchange with the other peers; call it once after every optimizer step.
 
-        Only this call changes the weights, and `finish_landing()`. It never raises for network errors: missing updates
+        Only this call and `finish_landing()` change the weights. It never raises for network errors: missing updates
         are skipped and counted. A round runs in the background and lands in a later call.
 
         Args:
@@ -223,24 +207,20 @@ class Peer:
         """After the last step: wait until the run's last round has landed. Returns False on a time-out."""
         deadline = time.monotonic() + timeout_s
         while not self._exchange.finished and time.monotonic() < deadline and self.failure is None:
-            self._check_if_landing()
-            self._exchange.idle()
+            self._network_side.idle()
             time.sleep(POLL_S)
         return self._exchange.finished
 
     def finish_landing(self) -> bool:
-        """Land the rest of a round of which a part has landed in the weights, so that all are of one epoch.
+        """Land the rest of a round that has landed in part, so that all weights are of one epoch.
 
         The landing of a large model takes several steps on a CPU. Call this before you copy or evaluate the weights.
         The next `step()` reports the round. Returns False if an error, which is logged, has left weights of two epochs;
         the next step tries it again. Raises ConfigError as `step` does, if a round is landing.
         """
-        self._check_if_landing()
-        return self._exchange.finish_landing()
-
-    def _check_if_landing(self) -> None:
         if self._exchange.landing_pending and not self._left:
             self._parts.check_in_place()
+        return self._exchange.finish_landing()
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append an event to the metrics stream."""
@@ -306,7 +286,7 @@ class Peer:
     @property
     def failure(self) -> Exception | None:
         """Why the network side has ended for good; None while it runs or is restarted. Training can continue alone."""
-        return self._runner.failure or self._network.failure
+        return self._network_side.failure
 
     def watch(self) -> Watch:
         """Watch the run over this peer's links, including this peer itself."""
@@ -344,21 +324,17 @@ class Peer:
         first (`finish_landing`), so call it before you copy the weights.
 
         Returns:
-            `head`: str, the last round and the voters of the next, packed, in hex. `run_step`: int, position in the
-            run. `anchor`: (blocks, 64) float32, the weights of the last round in the flat layout, followed by the inner
-            moments if rounds average them. `moments`: list of tensors of that shape, of the outer optimizer. Tensors
-            are copies on the CPU, owned by the caller.
+            `head`: str, the last round and the voters of the next, packed, in hex. `history`: str, the run's genesis
+            and latest rounds, likewise. `run_step`: int, position in the run. `anchor`: (blocks, 64) float32, the
+            weights of the last round in the flat layout, followed by the inner moments if rounds average them.
+            `moments`: list of tensors of that shape, of the outer optimizer. Tensors are copies on the CPU, owned by
+            the caller.
 
         Raises:
             TimeoutError: a round takes more than 120 s to change the state.
         """
         self.finish_landing()
-        node = self._runner.last_ready
-        if self._left:
-            return to_dict(
-                node.engine.head, node.engine.history, self.run_step, [vector.copy() for vector in node.state.vectors]
-            )
-        return self._thread.run(self._copy_state, node, timeout_s=STATE_TIMEOUT_S)
+        return self._network_side.state_dict(self.run_step)
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Restore a result of `state_dict()`, if the swarm has nothing newer.
@@ -372,25 +348,7 @@ class Peer:
             ConfigError: it is damaged, of another model or of another run than pinned, or was not restored in time.
             TimeoutError: the network side did not answer within 120 s.
         """
-        restored = from_dict(state, self._exchange.new_state())
-        state_sync = self._runner.last_ready.state_sync
-        if not self._thread.run(state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
-            return False
-        landed = threading.Event()
-
-        async def restore() -> None:
-            await state_sync.restore(restored)
-            landed.set()
-
-        self._thread.start_soon(restore)
-        deadline = time.monotonic() + STATE_TIMEOUT_S
-        while not landed.is_set():
-            self._check_if_landing()
-            self._exchange.idle()
-            if time.monotonic() > deadline:
-                raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_S)
-        return True
+        return self._network_side.restore(from_dict(state, self._exchange.new_state()))
 
     def on_leave(self, action: Callable[[], None]) -> None:
         """Call `action` after this peer has left; `p2ptrain.join` closes its network with it."""
@@ -410,8 +368,7 @@ class Peer:
             return
         self._left = True
         try:
-            if self._scope is not None:
-                self._end_network(self._scope, reason, self._idle if landing else (lambda: True))
+            self._network_side.end(reason, landing=landing)
         finally:
             self._parts.release()
             self.record("stop", reason=reason)
@@ -421,110 +378,22 @@ class Peer:
             except Exception as error:
                 self._errors.note("calling the action of on_leave", error)
 
-    def _end_network(self, scope: trio.CancelScope, reason: str, idle: Callable[[], bool]) -> None:
-        try:
-            if self.finished:
-                # A thread that stopped or hangs has nobody to stay for.
-                with contextlib.suppress(RuntimeError, TimeoutError):
-                    self._thread.run(self._runner.node.stay, timeout_s=STAY_S + 1.0)
-            self._thread.post(lambda: self._runner.node.leave(reason))
-            self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0, idle)
-        finally:
-            self._thread.post(scope.cancel)
-            self._ended.wait(5.0)
-            self.finish_landing()
-        # What is under way holds memory of the device and the host, which may be freed only when that is done.
-        deadline = time.monotonic() + TRANSFERS_S
-        while idle() and self._is_under_way() and time.monotonic() < deadline:
-            time.sleep(LEAVING_POLL_S)
-
-    def _land_the_last(self, at_least_s: float, idle: Callable[[], bool]) -> None:
-        """Wait until the Leave is sent and a round that is being committed has landed."""
-        began_s = time.monotonic()
-        while not self._ended.wait(LEAVING_POLL_S):
-            waited_s = time.monotonic() - began_s
-            if waited_s > (LANDING_S if self._runner.node.engine.committer.resolving else at_least_s):
-                break
-            idle()
-
-    def _idle(self) -> bool:
-        """As `Exchange.idle`, for leaving, which an error of the device must not prevent. Returns whether it worked."""
-        try:
-            if self._exchange.landing_pending:
-                self._parts.check_in_place()
-            self._exchange.idle()
-        except Exception as error:
-            self._errors.note("landing a round while leaving", error)
-            return False
-        return True
-
-    def _is_under_way(self) -> bool:
-        try:
-            return self._exchange.under_way
-        except Exception as error:
-            self._errors.note("waiting for transfers while leaving", error)
-            return False
-
     def _on_event(self, event: str, /, **fields: Any) -> None:
         self.record(event, **fields)
         if event == "round":
             self._thread.start_soon(self._workers, release_unused)
 
-    async def _run_node(self) -> None:
-        try:
-            with trio.CancelScope() as self._scope, self._network.recording(self._on_event):
-                await self._runner.run_forever()
-        finally:
-            self._workers.close()
-            self._ended.set()
-
-    def _note_status(self) -> bool:
-        """Record the status if it has changed, and return whether it has."""
+    def _note_status(self, on_status: Callable[[str], None] = lambda status: None) -> None:
+        """Record the status if it has changed, and pass it to `on_status`."""
         if self._status == self.status:
-            return False
+            return
         self._status = self.status
         self.record("status", status=self._status)
-        return True
-
-    def _await_ready(self, on_status: Callable[[str], None]) -> None:
-        while not self._runner.last_ready.ready.is_set():
-            if self.failure is not None:
-                raise self.failure
-            node = self._runner.node
-            if (mismatch := node.links.mismatch) is not None and not node.alive:
-                raise mismatch
-            if self._note_status():
-                try:
-                    on_status(self._status)
-                except Exception as error:
-                    self._errors.note("calling on_status", error)
-            self._exchange.idle()
-            if (unwritten := self._exchange.landing_error) is not None:
-                if isinstance(unwritten, torch.cuda.OutOfMemoryError):
-                    reason = str(unwritten).partition("\n")[0]
-                    raise ConfigError(
-                        f"too little memory on the GPU to write the run's weights ({reason}); free some of it, or "
-                        f"train a smaller model"
-                    ) from unwritten
-                raise unwritten
-            self._ended.wait(POLL_S)
-        state_sync = self._runner.last_ready.state_sync
-        self.founded, self.run_founder = state_sync.joining.founded, state_sync.run_founder
-
-    async def _copy_state(self, node: Node) -> dict[str, Any]:
-        async with node.engine.committer.lock:
-            vectors = [await self._workers(vector.copy) for vector in node.state.vectors]
-            return to_dict(node.engine.head, node.engine.history, self.run_step, vectors)
+        try:
+            on_status(self._status)
+        except Exception as error:
+            self._errors.note("calling on_status", error)
 
 
 def _keep_buffers(data: bytes) -> None:
-    """Once training has begun, buffers stay our own: a forward pass may be using them."""
-
-
-def _with_layout(run: RunConfig, layout: str) -> RunConfig:
-    if run.model_layout and run.model_layout != layout:
-        raise RunMismatchError(
-            f"model: its parameters (names, shapes, dtypes, which are trained, frozen values) hash to {layout[:12]}, "
-            f"those of run {run.run_id!r} to {run.model_layout[:12]}; build the same model, or choose another run_id"
-        )
-    return dataclasses.replace(run, model_layout=layout)
+    """Ignores a member's buffers: once training has begun, a forward pass may be using ours."""

@@ -25,7 +25,7 @@ from p2ptrain.peer.rank_sockets import MOST_BYTES, RankSockets, open_sockets
 SETTLE_TIMEOUT_S, SETTLE_POLL_S = 5.0, 0.001
 # Tensors up to this size go over the sockets, from rank 0 to one rank after the other. Guess.
 SOCKET_BYTES = 1 << 16
-# What a message over the sockets begins with: that its bytes follow, or that they come through the group.
+# The first byte of a message over the sockets: its bytes follow there, or they come through the group.
 HERE, IN_GROUP = b"h", b"g"
 # Small tensors are copied together up to this size, which bounds the additional memory.
 TOGETHER_BYTES = 1 << 22
@@ -86,8 +86,8 @@ class ProcessGroup:
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, which must have one shape and dtype."""
-        rows = torch.zeros(self._group.size(), *tensor.shape, dtype=tensor.dtype, device=self._device)
-        rows[self._group.rank()] = tensor
+        rows = torch.zeros(self.size, *tensor.shape, dtype=tensor.dtype, device=self._device)
+        rows[self.rank] = tensor
         with self._lost_ranks_told():
             self._group.allreduce([self._carried(rows)]).wait()
         # Copies, and no views of one tensor: torch.set_rng_state crashes with those.
@@ -111,7 +111,7 @@ class ProcessGroup:
                 tensor.copy_(carried)
 
     def copy_together(self, tensors: Sequence[torch.Tensor]) -> None:
-        """As `copy` of each of these, in fewer transfers: small ones that follow each other share one."""
+        """As `copy` of each tensor, in fewer transfers: small ones that follow each other share one."""
         for batch in _batches(tensors):
             if len(batch) == 1:
                 self.copy(batch[0])
@@ -160,7 +160,7 @@ class ProcessGroup:
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         self._broadcast(size)
         told = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-        if self._group.rank() == 0:
+        if self.rank == 0:
             told.numpy()[:] = np.frombuffer(data, np.uint8)
         if len(told):
             self._broadcast(told)
@@ -199,7 +199,7 @@ class ProcessGroup:
         except (RuntimeError, OSError, EOFError) as error:
             reason = "Timed out" if isinstance(error, BlockingIOError) else str(error) or type(error).__name__
             raise PeerLostError(
-                f"rank {self._group.rank()} of {self._group.size()} has lost another process of its group, or "
+                f"rank {self.rank} of {self.size} has lost another process of its group, or "
                 f"waited longer than the group's timeout for it ({reason}); start all of them again, as torchrun "
                 f"--max-restarts does"
             ) from error
@@ -226,7 +226,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Set a tensor to what `_bytes_of` gave of another of its type and shape."""
+    """Set a tensor to the `_bytes_of` another one of its type and shape."""
     tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
 
 

@@ -47,16 +47,16 @@ class RankSockets:
                 connection.close()
 
     def collect(self, own: bytes) -> list[bytes]:
-        """On rank 0: its own message, and what each of the others has sent, in order."""
+        """On rank 0: its own message, and those that the others have sent, in order of the ranks."""
         return [own, *map(self._received, self._connections)]
 
     def send(self, data: bytes) -> None:
-        """To all ranks that this one has a connection to: rank 0 to each other, and the others to rank 0."""
+        """Send to all connected ranks: on rank 0 to each of the others, on the others to rank 0."""
         for connection in self._connections:
             connection.send_bytes(data)
 
     def receive(self) -> bytes:
-        """On the other ranks, what rank 0 has sent."""
+        """On the other ranks: the message that rank 0 has sent."""
         (first,) = self._connections
         return self._received(first)
 
@@ -74,9 +74,9 @@ def open_sockets(
 
     Args:
         rank, size: number of this process, and number of processes.
-        timeout_s: after which a send or receive fails.
-        tell: gives all ranks the bytes of rank 0.
-        all_true: whether a flag is true on all ranks.
+        timeout_s: how long a send or receive may take.
+        tell: returns the bytes of rank 0 on all ranks.
+        all_true: returns whether a flag is true on all ranks.
     """
     # Ranks wait for each other meanwhile, in the group.
     limit_s = min(OPEN_TIMEOUT_S, timeout_s / 2)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class NetworkSession:
     Attributes:
         network: the open network.
         knows_others: whether it was joined through other peers.
-        pins: what the user knows of the run.
+        pins: the founder and the record that the user requires of the run.
     """
 
     def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
@@ -64,7 +65,6 @@ class NetworkSession:
         """
         self._chosen = frozenset(by_peer_id(config.initial_peers))
         self.pins = Pins(config.anchor.lower(), config.founder)
-        self._key = config.key
         self._config = config
         self.knows_others = bool(ways_in(config)) and not alone
         self._thread = NetworkThread()
@@ -96,44 +96,40 @@ class NetworkSession:
         That time is extended while announced peers have not been tried.
 
         Args:
-            explicit: the settings that the user gave. If peers tell different settings, those that agree are preferred.
-            ours: the settings as we know them from before; only an initial peer may contradict them.
+            explicit: the settings that the user gave. If peers give different ones, those that agree are preferred.
+            ours: the settings that we know from before; only an initial peer may contradict them.
 
         Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain, and RunKeyError or
         NotAllowedError if no member was found, and an initial peer refuses us.
         """
-
-        async def find() -> RunConfig | None:
-            return await ask_settings(
-                self.network.transport,
-                self.network.directory,
-                run_id,
-                timeout_s=FIND_RUN_S,
-                rng=random.Random(),
-                chosen=self._chosen,
-                closed=self._closed_run(run_id),
-                refusal=self.network.access.refusal,
-                ours=ours,
-                fits=lambda run: agrees(explicit or {}, run),
-            )
-
+        find = partial(
+            ask_settings,
+            self.network.transport,
+            self.network.directory,
+            run_id,
+            timeout_s=FIND_RUN_S,
+            rng=random.Random(),
+            chosen=self._chosen,
+            closed=self._closed_run(run_id),
+            refusal=self.network.access.refusal,
+            ours=ours,
+            fits=lambda run: agrees(explicit or {}, run),
+        )
         return self._thread.run(find, timeout_s=MAX_LOOK_S + 30)
 
     def find_tokenizer(self, run: RunConfig) -> bytes | None:
         """Get the run's tokenizer file from its members; None if no member has it. Blocks while donors send."""
-
-        async def find() -> bytes | None:
-            return await ask_tokenizer(
-                self.network.transport,
-                self.network.directory,
-                run.run_id,
-                run.tokenizer,
-                rng=random.Random(),
-                chosen=self._chosen,
-                closed=self._closed_run(run.run_id),
-                refusal=self.network.access.refusal,
-            )
-
+        find = partial(
+            ask_tokenizer,
+            self.network.transport,
+            self.network.directory,
+            run.run_id,
+            run.tokenizer,
+            rng=random.Random(),
+            chosen=self._chosen,
+            closed=self._closed_run(run.run_id),
+            refusal=self.network.access.refusal,
+        )
         return self._thread.run(find, timeout_s=MAX_TOKENIZER_S)
 
     def members(self, run_id: str) -> list[MemberInfo]:
@@ -141,24 +137,14 @@ class NetworkSession:
 
         Raises RunKeyError or NotAllowedError if there is none, and an initial peer refuses us.
         """
-
-        async def look() -> list[MemberInfo]:
-            return await list_members(
-                self.network.transport,
-                self.network.directory,
-                run_id,
-                chosen=self._chosen,
-                closed=self._closed_run(run_id),
-            )
-
+        transport, directory = self.network.transport, self.network.directory
+        look = partial(list_members, transport, directory, run_id, chosen=self._chosen, closed=self._closed_run(run_id))
         return self._thread.run(look, timeout_s=MEMBERS_TIMEOUT_S)
 
     def check_key(self, run_id: str) -> None:
         """Raise RunKeyError or NotAllowedError if an initial peer refuses us. Blocks for a few seconds at most."""
-
-        async def check() -> None:
-            await check_key(self.network.transport, run_id, chosen=self._chosen, closed=self._closed_run(run_id))
-
+        closed = self._closed_run(run_id)
+        check = partial(check_key, self.network.transport, run_id, chosen=self._chosen, closed=closed)
         self._thread.run(check, timeout_s=30)
 
     def accept_nobody(self) -> None:
@@ -244,7 +230,7 @@ class NetworkSession:
     def announce(self, describe: Callable[[], lan.Announcement]) -> None:
         """Announce a run on the local network until the network closes, if the user's settings allow it.
 
-        `describe`: called on the network thread. Of a closed run, only that there is one is announced.
+        `describe` is called on the network thread. A closed run is announced without its description.
         """
         config = self._config
         if lan.announces(config, in_container=lan.in_container()):
@@ -252,7 +238,8 @@ class NetworkSession:
             self._thread.start_soon(lan.announce, describe, config.host_maddrs)
 
     def _closed_run(self, run_id: str) -> ClosedRun | None:
-        return None if self._key is None else ClosedRun(self._key, run_id, secrets.token_bytes)
+        key = self._config.key
+        return None if key is None else ClosedRun(key, run_id, secrets.token_bytes)
 
     def close(self) -> None:
         """Close the network: ends its thread, processes and sockets. Blocks for up to twice CLOSE_TIMEOUT_S."""

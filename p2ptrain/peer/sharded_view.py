@@ -1,8 +1,8 @@
 """The weights of a model that is sharded over a process group, as rank 0's exchange reads and writes them.
 
-Rank 0 calls the methods of a `WeightView`. Each sends a command to the other ranks, which meanwhile are in `serve` and
-do their share: they send the blocks that they hold, or write those that they receive. What is computed from blocks is
-computed on rank 0, by the code of a peer of one process, so the weights have the same bits.
+Rank 0 calls the methods of a `WeightView`. Each sends a command to the other ranks, which are in `serve` meanwhile and
+do their share: they send the blocks that they hold, or write those that they receive. Rank 0 does all computing with
+blocks, by the code of a peer of one process, so the weights have the same bits.
 
 All weights at once (`read`, `write`, `add`) go parameter by parameter between each rank's row shard and rank 0's buffer
 in host memory. So no device ever holds more than its row shard, and one part of a parameter in transfer.

@@ -1,7 +1,7 @@
 """Parameters that FSDP2 (`torch.distributed.fsdp.fully_shard`) has split over the ranks of a process group.
 
-Each is a DTensor, of which a rank holds some rows. Its module takes a second to import, and is there already if
-somebody uses it, so it is not imported here.
+Each is a DTensor, of which a rank holds some rows. The module of DTensor takes a second to import. A program that uses
+it has imported it, so it is not imported here.
 """
 
 from __future__ import annotations

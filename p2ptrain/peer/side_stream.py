@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -116,26 +117,26 @@ class CudaSideStream:
         return bool(spare_bytes + free_bytes >= size_bytes)
 
     def _note_unpinned(self, error: RuntimeError) -> None:
-        """The system limits pinned memory. Copies then work too, but hold the thread that queues them. Said once."""
+        """Warn once. The system limits pinned memory; without it, copies block the thread that queues them."""
         if not self._said_unpinned:
             self._said_unpinned = True
             logger.warning("host memory cannot be pinned (%s): training waits for copies to and from the GPU", error)
 
 
+@dataclass(frozen=True, slots=True)
 class _Recorded:
     """Implements `Pending` with an event, recorded after the work."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, held: tuple[torch.Tensor, ...]) -> None:
-        self._event = event
-        self._device = device
-        self._held = held
+    event: torch.cuda.Event
+    device: torch.device
+    held: tuple[torch.Tensor, ...]
 
     @property
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         if not self.done:
-            self._event.synchronize()
+            self.event.synchronize()
         # Nothing is left to wait for, but torch's sanitizer does not see what the host has waited for.
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)

@@ -22,13 +22,13 @@ from p2ptrain.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Lines that wait for the disk. When there are more, the newest are lost, and that is logged.
+# How many lines may wait for the disk. When there are more, the newest are lost, and that is logged.
 MAX_WAITING = 10_000
-# The longest that lines of steps wait for each other: waking the thread for each costs 0.08 ms of CPU (measured).
+# How long lines of steps may wait, to be written together: waking the thread for each costs 0.08 ms of CPU (measured).
 REST_S = 0.5
 # The longest line, a `sample` of 512 weights, takes 12 kB.
 MAX_LINE_BYTES = 1024 * 1024
-# Of a value that a user's own event holds and JSON cannot say.
+# Limits of a value in a user's own event for which JSON has no form.
 MAX_DEPTH, MAX_TEXT = 4, 200
 
 
@@ -45,7 +45,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """A sink that passes every event to the sinks that it owns. One that raises loses the event; logged once."""
+    """Passes every event to the sinks that it owns. One that raises loses the event, which is logged once."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -144,7 +144,7 @@ def _cut_unfinished_line(path: Path) -> None:
 
 
 def _encode(event: dict[str, Any]) -> bytes:
-    """One line of JSON. What JSON cannot say is None (NaN, infinity) or its text (a user's own object)."""
+    """One line of JSON. Values for which it has no form become null (NaN, infinity) or text (a user's own object)."""
     try:
         text = json.dumps(event, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

@@ -21,7 +21,7 @@ from p2ptrain.settings.machine import usable_cores
 
 T = TypeVar("T")
 
-# More threads than this wait for memory (guess).
+# More threads would wait for memory (guess).
 MOST_THREADS = 8
 # Added to the nice value. Of a core that training and a worker thread both want, training gets nine tenths instead of
 # half: the kernel's weights are 1024 and 110. So with one training thread for each core, the work of a round takes
@@ -40,9 +40,9 @@ class Workers:
     Implements `Compute`. With one thread, one piece is done at a time; with several, pieces that are asked for at the
     same time run at the same time, so none may use what another one writes.
 
-    Not trio's threads: a lowered priority stays, because raising it again takes privileges, and trio uses its threads
-    for all that it runs, in guest mode also to wait for the network. Daemon threads: the interpreter's exit does not
-    wait for them.
+    These are not trio's threads, because a lowered priority stays: raising it again takes privileges, and trio uses its
+    threads for other work too, in guest mode also to wait for the network. They are daemon threads, for which the exit
+    of the interpreter does not wait.
 
     Attributes:
         threads: how many there are.
@@ -62,7 +62,7 @@ class Workers:
         Work that has begun is not cancelled. Its result is returned, and the cancellation comes at the next checkpoint.
         """
         async with self._slots:
-            if self._closed:  # for what is asked of a peer that has ended
+            if self._closed:  # the peer has ended
                 return await trio.to_thread.run_sync(work, *args)
             task, token = trio.lowlevel.current_task(), trio.lowlevel.current_trio_token()
 

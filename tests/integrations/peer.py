@@ -40,7 +40,8 @@ class Peer(FakePeer):
 
     def state_dict(self) -> dict[str, Any]:
         moments = [torch.full((2, 64), 2.0), torch.full((2, 64), 3.0)]
-        return {"head": "ab12", "run_step": self.run_step, "anchor": torch.ones(2, 64), "moments": moments}
+        place = {"head": "ab12", "history": "cd34", "run_step": self.run_step}
+        return {**place, "anchor": torch.ones(2, 64), "moments": moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         self.restored = state

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.integrations.transformers import STATE_FILE, P2PCallback
+from p2ptrain.integrations.transformers import STATE_FILE, P2PCallback, _read
 from tests.integrations.peer import Peer
+from tests.peer.pair import Pair
 
 CONFIG = GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
 LENGTH = 8
@@ -92,8 +93,20 @@ def test_a_checkpoint_holds_the_peers_part_and_the_further_one_counts(tmp_path: 
     again = trainer(peer, tmp_path, save_strategy="no")
     again.train(resume_from_checkpoint=True)
     assert peer.restored is not None
-    assert (peer.restored["head"], peer.restored["run_step"]) == ("ab12", 6)
+    assert peer.restored.keys() == before.state_dict().keys()
+    assert (peer.restored["head"], peer.restored["history"], peer.restored["run_step"]) == ("ab12", "cd34", 6)
     assert [float(tensor[0, 0]) for tensor in (peer.restored["anchor"], *peer.restored["moments"])] == [1.0, 2.0, 3.0]
     assert len(peer.losses) == (2 if run_is_at == 0 else 1)
     embedding = again.model.transformer.wte.weight
     assert (embedding.mean() > 0.25) == (run_is_at == 7)  # that of the run, or that of the checkpoint
+
+
+def test_a_real_peer_reads_its_part_of_a_checkpoint(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    directory = tmp_path / "checkpoint-0"
+    directory.mkdir()
+    with Pair(torch.nn.Linear(2, 2)) as pair:
+        (peer,) = pair.peers
+        P2PCallback(peer).on_save(arguments, TrainerState(), TrainerControl())
+        # ConfigError if something is missing. It is not ahead of the run.
+        assert not peer.load_state_dict(_read(directory / STATE_FILE))

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import host, socket_stream
+from p2ptrain.network import socket_stream, transport
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.protocol.wire.transport import Directory, Stream, Transport
 from tests.network.local import config, open_pair, open_streams, read
@@ -141,7 +141,7 @@ def test_cancelled_receive_loses_nothing(run: Run) -> None:
 
 
 def test_streams_that_nobody_accepts_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "ACCEPT_QUEUE", 2)
+    monkeypatch.setattr(transport, "ACCEPT_QUEUE", 2)
 
     async def main() -> None:
         async with open_pair() as (first, second), trio.open_nursery() as nursery:
@@ -188,14 +188,14 @@ def test_peers_that_cannot_be_reached(run: Run) -> None:
 
 
 def test_a_peer_that_is_reached_when_the_time_is_out_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "OPEN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(transport, "OPEN_TIMEOUT_S", 0.0)
 
     async def reached(*arguments: object) -> None:
         """A link that was cut is whole again, at the last moment."""
 
     async def main() -> None:
         async with open_pair() as (first, second):
-            monkeypatch.setattr(host, "dial", reached)
+            monkeypatch.setattr(transport, "dial", reached)
             with pytest.raises(PeerLostError, match="timeout"):
                 await first.transport.open_stream(second.peer_id, second.maddrs)
 
@@ -235,9 +235,9 @@ def test_a_refresh_that_fails_is_tried_again(
                 raise ZeroDivisionError("a bug of ours")
 
             # Both loops already wait with the old interval: start new ones with a short one.
-            monkeypatch.setattr(host, "REFRESH_MADDRS_S", 0.01)
-            monkeypatch.setattr(host, "RENEW_EVERY_S", 0.01)
-            monkeypatch.setattr(host, "own_maddrs", fail)
+            monkeypatch.setattr(transport, "REFRESH_MADDRS_S", 0.01)
+            monkeypatch.setattr(transport, "RENEW_EVERY_S", 0.01)
+            monkeypatch.setattr(transport, "own_maddrs", fail)
             before = first.maddrs
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(first.transport._keep_maddrs, None)

@@ -74,7 +74,7 @@ def counted(*streams: Uploaded, pause_s: float = 60.0, refusal: Refusal = no_ref
     async def main() -> None:
         counter = RateCounter(refusal)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(counter.serve)
+            nursery.start_soon(counter.service.serve)
             for stream in streams:
                 await trio.testing.wait_all_tasks_blocked()
                 counter.take(stream)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_one_upload_is_counted_at_a_time() -> None:
     first, second, third = Uploaded(1000, 0.01), Uploaded(1000, 0.01), Uploaded(1000, 0.01)
     counted(first, second, third, pause_s=1.1)
     assert first.answer
-    assert second.failed == "another one is measured"
+    assert second.failed == "too many requests at once"
     assert not second.received_bytes
     assert third.answer is not None or third.received_bytes  # counted until the end of the test
 

@@ -22,13 +22,13 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network import daemon, libp2p_pb2
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
-from p2ptrain.network.daemon import ask, dial, open_stream, probe_flags, run_daemon
-from p2ptrain.network.host import PROTOCOL_NAME, Network, open_network
-from p2ptrain.network.leftovers import scratch_directory
+from p2ptrain.network.daemon import ask, dial, open_stream, probe_flags, run_daemon, scratch_directory
+from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.punch import DialBudget, Outer, Puncher
 from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay, Reservations, check_answer
 from p2ptrain.network.socket_stream import receive_message, send_message, varint
+from p2ptrain.network.transport import PROTOCOL_NAME
 from p2ptrain.protocol.membership.reachability import Scope
 from p2ptrain.protocol.wire.transport import no_refusal
 from tests.network.local import Given, config, read
@@ -327,8 +327,8 @@ def test_an_exception_in_a_renewal_costs_that_renewal_only(
                 await trio.sleep(0.01)
             assert network.maddrs
 
-    monkeypatch.setattr("p2ptrain.network.host.RENEW_EVERY_S", 0.05)
-    monkeypatch.setattr("p2ptrain.network.host.REFRESH_MADDRS_S", 0.05)
+    monkeypatch.setattr("p2ptrain.network.transport.RENEW_EVERY_S", 0.05)
+    monkeypatch.setattr("p2ptrain.network.transport.REFRESH_MADDRS_S", 0.05)
     monkeypatch.setattr(Reservations, "renew", renew)
     run(main)
     (logged,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")

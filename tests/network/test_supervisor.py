@@ -16,6 +16,7 @@ from p2ptrain.errors import ConfigError, PeerLostError
 from p2ptrain.network import addresses, daemon, host
 from p2ptrain.network.addresses import with_ports_of
 from p2ptrain.network.host import Network, open_network
+from p2ptrain.network.transport import LibP2P
 from p2ptrain.protocol.wire.transport import Stream
 from tests.network.local import config, daemons_of, read
 
@@ -93,7 +94,7 @@ def test_everything_works_again_with_another_daemon(run: Run) -> None:
 
 
 def test_one_that_hangs_is_ended_and_replaced(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "REFRESH_MADDRS_S", 0.05)
+    monkeypatch.setattr("p2ptrain.network.transport.REFRESH_MADDRS_S", 0.05)
 
     async def main() -> None:
         async with open_network(config()) as other, network_and_pid(other) as (network, pid):
@@ -199,9 +200,9 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
 ) -> None:
     """With the first daemon and the next one; the event callback may fail too."""
     monkeypatch.setattr(host, "RESTART_AFTER_S", (0.0, 0.0, 0.0))
-    watch, lives, bugs = host.LibP2P._watch, 0, [trio.Event(), trio.Event()]
+    watch, lives, bugs = LibP2P._watch, 0, [trio.Event(), trio.Event()]
 
-    async def fail(transport: host.LibP2P, running: daemon.Daemon) -> None:
+    async def fail(transport: LibP2P, running: daemon.Daemon) -> None:
         nonlocal lives
         lives += 1
         if lives > len(bugs):
@@ -211,7 +212,7 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
 
     async def main() -> None:
         async with open_network(config()) as other:
-            monkeypatch.setattr(host.LibP2P, "_watch", fail)
+            monkeypatch.setattr(LibP2P, "_watch", fail)
             async with open_network(config(other)) as network:
                 seen = Seen(network)
 

@@ -14,7 +14,7 @@ from p2ptrain.algorithms.transfers import Transfers
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
-from p2ptrain.peer import peer as peer_module
+from p2ptrain.peer import network_side
 from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
@@ -139,7 +139,7 @@ def test_a_faulty_device_does_not_prevent_leaving(
         assert isinstance(parts.view, ParameterView)
         return device_transfers(parts.view, side)
 
-    monkeypatch.setattr(peer_module, "TRANSFERS_S", 0.05)
+    monkeypatch.setattr(network_side, "TRANSFERS_S", 0.05)
     monkeypatch.setattr(ModelParts, "transfers", transfers)
     thread, side, seen = NetworkThread(), Faulty(), list[str]()
     try:
@@ -151,7 +151,7 @@ def test_a_faulty_device_does_not_prevent_leaving(
             side.broken = broken
             raise KeyError("of the loop")
         assert seen[-3:] == ["stop", "closed", "network closed"]
-        assert peer._ended.is_set()
+        assert peer._network_side.ended.is_set()
         assert ("device-side assert" in caplog.text) == broken
         assert side.waited == 0
     finally:

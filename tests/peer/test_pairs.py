@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.peer.peer import Peer
+from p2ptrain.peer.network_side import NetworkSide
 from tests.peer.pair import RUN, Pair
 
 
@@ -200,12 +200,12 @@ def test_two_peers_of_a_process_cannot_have_the_same_parameters_at_a_time(second
 
 
 def test_a_peer_that_could_not_join_gives_the_parameters_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(peer: Peer, on_status: object) -> None:
+    def broken(network_side: NetworkSide, note_status: object) -> None:
         raise OSError("no network")
 
     model = linear(0)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no network"):
-        patch.setattr(Peer, "_await_ready", broken)
+        patch.setattr(NetworkSide, "await_ready", broken)
         Pair(model)
     with Pair(model) as pair:
         assert pair.peers[0].founded

@@ -74,7 +74,7 @@ def test_work_waits_for_training_and_the_event_for_the_work(calls: list[str]) ->
     pending.wait()
     assert calls == ["query", "query", "synchronize", "training waits"]
     calls.clear()
-    pending._event.done = True  # type: ignore[attr-defined]
+    pending.event.done = True  # type: ignore[attr-defined]
     pending.wait()
     assert calls == ["query", "training waits"]
 

@@ -1,8 +1,9 @@
 """Reads frames from a stream, with limits on size, time and memory.
 
-All links together hold a bounded number of bytes of received frames, compressed and decompressed. Shares are granted
-first come, first served. While a reader waits, the oldest incomplete frame is cancelled after `GIVE_UP_AFTER_S` and its
-link closed, so that a sender that never completes its frame cannot keep its share.
+All links of a peer together hold a bounded number of bytes of received frames, compressed and decompressed. Each large
+frame takes a share of this budget, first come, first served. While a reader waits for its share, the oldest incomplete
+frame is cancelled after `GIVE_UP_AFTER_S` and its link closed. So a sender that never completes its frame cannot keep
+its share.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from p2ptrain.protocol.wire.transport import Stream
 
 # Sixteen frames of the largest size, or 512 chunks of a round (guess).
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
-# How long a frame may stay incomplete while others wait. 4 MiB take this long at 11 Mbit/s, and 128 streams that never
-# complete theirs are all closed within the 30 s after which a peer gives up (guess).
+# How long a frame may stay incomplete while others wait (guess). 4 MiB take this long at 11 Mbit/s. 128 streams that
+# never complete their frames are all closed within 30 s, after which a peer gives up.
 GIVE_UP_AFTER_S = 3.0
 # Smaller bodies bypass the budget, so that heartbeats pass when it is used up. Two streams of 256 links and 64 bulk
 # connections: 36 MiB.
@@ -28,7 +29,7 @@ UNCOUNTED_BYTES = 64 * 1024
 
 
 class Share:
-    """Bytes of the budget that one frame holds. `receiving`: cancels an incomplete frame; None once it is complete."""
+    """Bytes of the budget that one frame holds. `receiving` cancels an incomplete frame; None if it is complete."""
 
     def __init__(self, size_bytes: int, since_s: float) -> None:
         self.size_bytes = size_bytes
@@ -37,7 +38,7 @@ class Share:
 
 
 class ReceiveBudget:
-    """One for all links of a peer."""
+    """Bytes that the received frames of all links of a peer may hold."""
 
     def __init__(self, limit_bytes: int = MAX_RECEIVE_BYTES) -> None:
         self.held_bytes = 0
@@ -47,7 +48,7 @@ class ReceiveBudget:
         self._freed = trio.Event()
 
     async def take(self, size_bytes: int) -> Share:
-        """Wait until these bytes fit, and take them; one frame always fits. `release` the share afterwards."""
+        """Wait until these bytes fit, and take them. One frame always fits. The caller must `release` the share."""
         if self._turn.locked() or not self._fits(size_bytes):
             async with self._turn:
                 while not self._fits(size_bytes):

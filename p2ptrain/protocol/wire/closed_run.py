@@ -44,7 +44,7 @@ class ClosedRun:
         return _mac(self._subkey(b"handshake"), role, *nonces, *(peer_id.encode() for peer_id in ids))
 
     def is_proof(self, proof: bytes, role: bytes, nonces: tuple[bytes, bytes], ids: tuple[PeerId, PeerId]) -> bool:
-        """Whether this proof shows that the side with this role has the key. Takes equally long for all wrong proofs."""
+        """Whether this proves that the side with this role has the key. Takes equally long for all wrong proofs."""
         return hmac.compare_digest(proof, self.proof(role, nonces, ids))
 
     def hidden_name(self, name: str) -> str:

@@ -56,7 +56,7 @@ class Signer(Protocol):
     def peer_id(self) -> PeerId: ...
 
     def sign(self, data: bytes) -> bytes:
-        """Sign `data`. Whoever knows our peer id can verify the result."""
+        """Sign `data`. Anyone who knows our peer id can verify the result."""
         ...
 
     def verify(self, peer_id: PeerId, data: bytes, signature: bytes) -> bool:

@@ -40,7 +40,6 @@ from p2ptrain.protocol.wire.messages import (
 from p2ptrain.protocol.wire.transport import PeerId, Stream
 from p2ptrain.settings.peer_config import NetworkConfig
 
-
 # Intervals between received Beats that are remembered, one per second.
 BEATS_REMEMBERED = 60
 # The default of a setting: seconds until a silent peer is lost, until unacknowledged bulk bytes mean a dead path

@@ -206,7 +206,7 @@ class Links:
         return self._strikes.counts(trio.current_time())
 
     def relayed(self) -> dict[PeerId, PeerId]:
-        """The linked trainers that our bulk bytes reach only through libp2p, each with its relay ("" if direct)."""
+        """The linked trainers that our bulk bytes reach through a relay (and which), or only through libp2p ("")."""
         relays = {link: self._transport.relay_to(link.peer_id) for link in self.trainers()}
         return {link.peer_id: relay for link, relay in relays.items() if relay or self.bulk.is_impossible(link)}
 

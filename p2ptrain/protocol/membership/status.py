@@ -74,7 +74,7 @@ class MemberInfo:
     Attributes:
         speed: inner steps per second.
         strikes: the peers that it has given strikes, the newest first. Also empty if it did not answer.
-        relayed: the members that its bulk bytes reach only through libp2p, each with its relay ("" if direct). None if
+        relayed: the members that its bulk bytes reach through a relay (and which), or only through libp2p (""). None if
             it did not answer.
     """
 

@@ -1,4 +1,4 @@
-"""Parses pages of events (docs/use/metrics.md) from other peers with strict checks, and encodes our own events for them.
+"""Parses pages of events (docs/use/metrics.md) from other peers with strict checks, and encodes our own for them.
 
 A page is untrusted JSON. Sizes, kinds, fields, types and lengths are checked, numbers must be finite, and control
 characters in texts are escaped. Unknown events and fields, which a newer version may send, are dropped.

@@ -166,7 +166,7 @@ class ExchangeListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Drops:
-    """Simulated losses: whether to drop a received fragment, or the outer gradient of an interval (DiLoCo, figure 8)."""
+    """Simulated loss: whether to drop a received fragment, or the outer gradient of an interval (DiLoCo, figure 8)."""
 
     fragment: Callable[[], bool] = lambda: False
     gradient: Callable[[], bool] = lambda: False

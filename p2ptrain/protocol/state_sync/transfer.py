@@ -1,11 +1,11 @@
-"""Moves the run's whole state: a donor serves it, another peer downloads it, and lands it.
+"""Moves the run's whole state: donors serve it, another peer downloads and lands it.
 
-Anchor and moments come in verified chunks, from several donors in parallel.
+Anchor and moments come in chunks, from several donors in parallel. The manifest (the list of chunk hashes) comes in
+pages and is checked against the hash in the donor's head. Every chunk is checked against the manifest. Verified chunks
+are kept when a donor is lost.
 
-The manifest (the list of chunk hashes) comes in pages and is checked against the hash in the donor's head; every chunk
-is checked against the manifest. Verified chunks are kept when a donor is lost. If the swarm commits a round during the
-download, which changes every chunk, the received chunks are updated with the round's encoded mean (an eighth of the
-bytes). So a download ends even on a slow link with frequent rounds.
+A round that the swarm commits during the download changes every chunk. Then the received chunks are updated with the
+round's encoded mean, an eighth of the bytes. So a download ends even on a slow link with frequent rounds.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and other peers may be joining too.
+# Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link that we test), and other peers may be joining too.
 CHUNK_TIMEOUT_S = 60.0
-# Requests in flight per donor: two hide the round trip of a slow link, and each chunk that takes less than QUICK_S adds
-# one; 24 of 256 KiB fill 500 Mbit/s at a round trip of 100 ms. A donor serves 32 at once (`node.requests`). Chunks in
+# Requests in flight per donor. Two hide the round trip of a slow link, and each chunk that takes less than QUICK_S adds
+# one: 24 of 256 KiB fill 500 Mbit/s at a round trip of 100 ms. A donor serves 32 at once (`node.requests`). Chunks in
 # flight are wasted when the swarm commits a round.
 PER_DONOR = 2
 MOST_PER_DONOR = 24
 QUICK_S = 0.5
 # A page of the manifest has 256 KiB, like a chunk; it covers 134M parameters with one moment.
 MANIFEST_PAGE_HASHES = 4096
-# Model buffers (such as running means) are sent in pieces of this size.
+# Size of the pieces in which model buffers (such as running means) are sent.
 BUFFER_PIECE_BYTES = 1024 * 1024
-# Limit of the buffers from one donor (guess).
+# Limit of the buffers from a donor (guess).
 MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
 
 
 class StateServer:
     """Answers requests for this peer's head, history, manifest, chunks and model buffers.
 
-    Buffers change at every training step. They are serialized when the first piece is asked for, at most once for each
-    state, and kept until they are serialized again. The answer names the serialization (by that state), and the request
-    for the next piece repeats that name, so that pieces of two serializations do not mix.
+    Buffers change at every training step. They are serialized when the first piece is requested, at most once for each
+    state, and kept until they are serialized again. An answer contains the hash of that state, and the request for the
+    next piece repeats it, so that pieces of two serializations do not mix.
     """
 
     def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes]) -> None:
@@ -67,7 +67,7 @@ class StateServer:
         self._packed = b""
 
     async def serve(self, link: Link, request: Request) -> None:
-        """Answer one request, or say that it cannot be answered now. A peer without state never donates."""
+        """Answer one request, or say that it cannot be answered now, as in the midst of an outer step."""
         payload, note = None, request.what
         if request.what == "buffers":
             payload, note = await self._buffers_piece(request)
@@ -79,7 +79,7 @@ class StateServer:
         await link.send_bulk(answer, payload or b"", Traffic.STATE, compress=True)
 
     async def _payload(self, request: Request) -> bytes | None:
-        """The requested bytes; None if not available. Chunks of an old state are not sent, as they would be useless."""
+        """The requested bytes; None if not available. Chunks of an old state would be useless, and are not sent."""
         current = request.subject == self._engine.head.state_hash
         match request.what:
             case "head":
@@ -97,14 +97,14 @@ class StateServer:
         return None
 
     async def _buffers_piece(self, request: Request) -> tuple[bytes | None, str]:
-        """One piece of the serialized buffers and the state it belongs to; None if that serialization is gone."""
+        """A piece of the serialized buffers, and the state that it belongs to; None if that serialization is gone."""
         async with self._packing:
             now = self._engine.head
             if request.index == 0 and now.lineage and self._packed_of != now.state_hash:
                 self._packed = await self._compute(self._buffers)
                 self._packed_of = now.state_hash
         start = request.index * BUFFER_PIECE_BYTES
-        # The piece behind the last full one may be empty: it says that there are no more.
+        # The last piece is shorter than the others, or empty: so the joiner sees that there are no more.
         there = self._packed_of and 0 <= start <= len(self._packed)
         if not there or (request.index and request.subject != self._packed_of):
             return None, request.what
@@ -134,10 +134,10 @@ async def ask_buffers(links: Links, link: Link) -> bytes:
 
 
 class Download:
-    """Fills an `AnchorState` to match a head. Keeps verified chunks between calls of `run`.
+    """Downloads the state of a head into an `AnchorState`. Keeps verified chunks between calls of `run`.
 
     Args:
-        state: receives the chunks; chunks with the right hashes are not fetched.
+        state: receives the chunks. Chunks that already have the right hashes are not fetched.
     """
 
     def __init__(self, context: RoundContext, state: AnchorState) -> None:
@@ -160,7 +160,7 @@ class Download:
     async def run(self, head: Head, donors: Sequence[Link]) -> None:
         """Fetch the state of `head`. Call it again with other donors after an error.
 
-        Raises OvertakenError if donors have another state by now, PeerLostError if all fail for another reason, and
+        Raises OvertakenError if a donor has another state by now, PeerLostError if donors fail for other reasons, and
         WireError if the state is not finite.
         """
         hashes = await self._manifest(head, donors)
@@ -185,7 +185,7 @@ class Download:
         self.state.hashes = self.state.combine(hashes)
 
     async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
-        """Apply a round's outer step to the received chunks. If that fails they are fetched again."""
+        """Apply a round's outer step to the received chunks. If that fails, they are fetched again."""
         state = self.state
         try:
             check_record(record, self._run, self._averaging, state.num_blocks)
@@ -297,21 +297,21 @@ async def land_state(
 ) -> None:
     """Land the engine's new head in the training thread, record that, and wait until it has taken effect.
 
-    Kind "write" replaces the weights by the anchor. So does the head of the run's last round with either kind, as all
-    peers end with the same weights.
+    Kind "write" replaces the weights by the anchor. The head of the run's last round always does, as all peers end with
+    the same weights.
 
     Args:
         record: takes the name of an event, and its fields.
         reason: why the head is new, for the event.
-        run_step: where weights from a checkpoint are; None for those of the head.
+        run_step: the position of weights from a checkpoint; None for that of the head.
         founded: whether this peer founded the run.
     """
     context, head, run = engine.context, engine.head, engine.context.run
     run_step = head.run_step if run_step is None else run_step
     finished = run.is_over_at(head.run_step)
     kind = "write" if finished else kind
-    # The interval that a checkpoint interrupted goes on: its round is due after the rest of it, at once if it was
-    # due. Steps in pairs have no head that says when the last one was.
+    # The interval in which a checkpoint was written continues: its round is due after the rest of it. With pairwise
+    # steps, no head tells when the last step was.
     since = 0 if run.is_pairwise else max(0, min(run_step - head.run_step, run.sync_every))
     record(
         "adopt",

@@ -26,6 +26,7 @@ from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.pushing import MOST_PUSHES_UNDER_WAY
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, OutlierFound, Push, PushBegun, PushPlan
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S, PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
@@ -38,6 +39,8 @@ INLINE_BLOCKS = 2048
 POLL_S = 0.5
 # Pause before the next plan after an unexpected error.
 ERROR_PAUSE_S = 1.0
+# Interval of `fragments` events.
+FRAGMENTS_EVENT_S = 2.0
 
 T = TypeVar("T")
 
@@ -273,3 +276,43 @@ class Gossip:
             return result, self._exchange.cpu_clock() - start_s
 
         return await self._context.compute(measured) if blocks > INLINE_BLOCKS else measured()
+
+
+async def record_fragments(context: RoundContext, pace: PushPace, record: Callable[..., None]) -> None:
+    """Write a `fragments` event every two seconds, and a last one when cancelled."""
+    counters, exchange, before = context.links.counters, context.exchange, (0, 0, 0, 0)
+
+    def write() -> None:
+        nonlocal before
+        merged, skipped, age_steps = exchange.inbox.take_counts()
+        now = (
+            counters.fragments_sent,
+            counters.fragments_shed,
+            counters.sent[Traffic.FRAGMENT],
+            counters.received[Traffic.FRAGMENT],
+        )
+        sent, shed, bytes_sent, bytes_received = (new - old for new, old in zip(now, before, strict=True))
+        before = now
+        to = dict(counters.fragments_to)
+        counters.fragments_to.clear()
+        if shed:
+            skipped["shed"] = shed
+        record(
+            "fragments",
+            step=exchange.run_step,
+            sent=sent,
+            to=to,
+            merged=merged,
+            skipped=skipped,
+            bytes_sent=bytes_sent,
+            bytes_received=bytes_received,
+            staleness=round(context.run.fragment_fraction * age_steps, 6),
+            push_every_s=round(pace.interval_s, 6),
+        )
+
+    try:
+        while True:
+            await trio.sleep(FRAGMENTS_EVENT_S)
+            write()
+    finally:
+        write()

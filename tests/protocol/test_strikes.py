@@ -22,7 +22,6 @@ def test_each_strike_expires_ten_minutes_after_it_was_given() -> None:
     assert [given.add("x", "lied", now) for now in (0.0, 100.0, 200.0)] == [1, 2, 3]
     assert [given.count("x", now) for now in (599.0, 600.0, 700.0, 799.9, 800.0)] == [3, 2, 1, 1, 0]
     assert not given._given
-    assert not given._reasons
 
 
 def test_only_the_last_three_count_and_several_can_be_given_at_once() -> None:

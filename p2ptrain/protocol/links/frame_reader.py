@@ -55,8 +55,10 @@ class ReceiveBudget:
                     freed = self._freed = trio.Event()
                     with trio.move_on_at(self._give_up_oldest()):
                         await freed.wait()
-                return self._grant(size_bytes)
-        return self._grant(size_bytes)
+        share = Share(size_bytes, trio.current_time())
+        self._shares[share] = None
+        self.held_bytes += size_bytes
+        return share
 
     def release(self, share: Share) -> None:
         """Return a share."""
@@ -66,12 +68,6 @@ class ReceiveBudget:
 
     def _fits(self, size_bytes: int) -> bool:
         return not self._shares or self.held_bytes + size_bytes <= self._limit_bytes
-
-    def _grant(self, size_bytes: int) -> Share:
-        share = Share(size_bytes, trio.current_time())
-        self._shares[share] = None
-        self.held_bytes += size_bytes
-        return share
 
     def _give_up_oldest(self) -> float:
         """Cancel the oldest incomplete frame if it is old enough. Returns when to check again."""

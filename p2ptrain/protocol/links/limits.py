@@ -192,27 +192,26 @@ class Strikes:
     """The strikes that this peer has given."""
 
     def __init__(self) -> None:
-        self._given: dict[PeerId, deque[float]] = {}
-        self._reasons: dict[PeerId, str] = {}
+        # The times of each peer's last strikes, and the reason of the last one. The last struck peer is last.
+        self._given: dict[PeerId, tuple[deque[float], str]] = {}
 
     def add(self, peer_id: PeerId, reason: str, now: float, *, count: int = 1) -> int:
         """Give a peer a strike, or several at once. Returns how many it has now."""
-        given = self._given.pop(peer_id, None) or deque(maxlen=MAX_STRIKES)
-        given.extend([now] * count)
-        self._given[peer_id], self._reasons[peer_id] = given, shown(reason, MAX_REASON)  # the last struck is last
+        times, _ = self._given.pop(peer_id, (deque[float](maxlen=MAX_STRIKES), ""))
+        times.extend([now] * count)
+        self._given[peer_id] = times, shown(reason, MAX_REASON)
         if len(self._given) > MAX_STRUCK:
-            self._forget(next(iter(self._given)))
+            del self._given[next(iter(self._given))]
         return self.count(peer_id, now)
 
     def count(self, peer_id: PeerId, now: float) -> int:
         """The strikes of a peer that have not expired."""
-        given = self._given.get(peer_id)
-        while given and now - given[0] >= STRIKE_S:
-            given.popleft()
-        if not given:
-            self._forget(peer_id)
-            return 0
-        return len(given)
+        times, _ = self._given.get(peer_id, (deque[float](), ""))
+        while times and now - times[0] >= STRIKE_S:
+            times.popleft()
+        if not times:
+            self._given.pop(peer_id, None)
+        return len(times)
 
     def counts(self, now: float) -> dict[PeerId, int]:
         """All peers with strikes, the last struck last."""
@@ -221,11 +220,6 @@ class Strikes:
 
     def latest(self, most: int, now: float) -> list[Struck]:
         """The peers struck last, the newest first."""
-        return [
-            Struck(peer_id, count, self._reasons[peer_id], now - self._given[peer_id][-1])
-            for peer_id, count in reversed(self.counts(now).items())
-        ][:most]
-
-    def _forget(self, peer_id: PeerId) -> None:
-        self._given.pop(peer_id, None)
-        self._reasons.pop(peer_id, None)
+        counts = self.counts(now)
+        newest = reversed(self._given.items())
+        return [Struck(peer_id, counts[peer_id], reason, now - times[-1]) for peer_id, (times, reason) in newest][:most]

@@ -112,7 +112,6 @@ class Membership:
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
-        self._most_links = MAX_KNOWN
         self._most_known = MAX_KNOWN_JOINING
         self._joining = True
         # Whether a joiner found more peers than it can remember.
@@ -200,7 +199,7 @@ class Membership:
 
     def settle(self) -> None:
         """This peer has the run's state: link only to a part of the swarm from now on, and remember fewer peers."""
-        self._joining, self._most_links, self._most_known = False, neighbours.MAX_DIALLED, MAX_KNOWN
+        self._joining, self._most_known = False, MAX_KNOWN
         self.size.settle()
         self._make_room_for_found(())
 
@@ -324,7 +323,7 @@ class Membership:
         takes_part = is_large and self.rounds.is_candidate(self._me)
         of_round = set(filter(self.rounds.is_candidate, self.known)) if takes_part else set()
         due = neighbours.in_order(self._due(now, of_round), self.known, self._chosen, self._rng)
-        dialled, most_links = due, self._most_links
+        dialled, most_links = due, MAX_KNOWN if self._joining else neighbours.MAX_DIALLED
         if is_large:
             # Peers that dialled us and have no state do not count: links to them never end, and they may not be
             # joiners.

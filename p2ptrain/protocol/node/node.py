@@ -25,11 +25,10 @@ from p2ptrain.protocol.exchange.types import (
     RoundReport,
     SnapshotTaken,
 )
-from p2ptrain.protocol.gossip import Gossip
+from p2ptrain.protocol.gossip import Gossip, record_fragments
 from p2ptrain.protocol.links.handshake import TRAINER, Admission
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
-from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
 from p2ptrain.protocol.membership.status import PeerStatus, describe
@@ -41,6 +40,7 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.rounds.deciding.timeouts import IntervalWatch
 from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.state_sync.joining import Joining
 from p2ptrain.protocol.state_sync.state_sync import StateSync
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.transport import Compute, PeerId
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 # Has a name of its own, so that simulations can turn it off: there, all peers would warn.
 interval_logger = logging.getLogger(IntervalWatch.__module__)
 
-# Interval of `fragments` events.
-FRAGMENTS_EVENT_S = 2.0
 # How many members one Beat names. With many links, many Beats are sent, and one name in each is enough.
 BEAT_MEMBERS, MANY_LINKS_MEMBERS = 2, 1
 # How long a peer that has landed the run's last round stays for linked peers that have not (guess). Peers that the
@@ -131,15 +129,18 @@ class Node:
         self.membership = Membership(
             self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rounds
         )
-        self.state_sync = StateSync(
+        joining = Joining(
             engine,
             self.membership,
-            load_buffers=buffers.load,
             record=telemetry.write,
+            load_buffers=buffers.load,
             may_found=start.may_found,
             restored=start.restored,
             rng=rng,
             pins=policy.pins,
+        )
+        self.state_sync = StateSync(
+            engine, joining, record=telemetry.write, may_found=start.may_found, rng=rng, pins=policy.pins
         )
         self._pace = PushPace(policy.gossip_budget)
         self._gossip: Gossip | None = None
@@ -169,7 +170,7 @@ class Node:
                     nursery.start_soon(self.pairwise.run_forever)
                 if self._gossip is not None:
                     nursery.start_soon(self._gossip.run_forever)
-                nursery.start_soon(self._record_fragments)
+                nursery.start_soon(record_fragments, self.engine.context, self._pace, self._events)
                 nursery.start_soon(self.state_sync.keep_up)
                 self.ready.set()
         finally:
@@ -361,42 +362,3 @@ class Node:
     def _record_peers(self) -> None:
         self.alive = tuple(sorted(link.peer_id for link in self.links.trainers()))
         self._events("peers", alive=list(self.alive))
-
-    async def _record_fragments(self) -> None:
-        """Write a `fragments` event every two seconds, and a last one when cancelled."""
-        counters, before = self.links.counters, (0, 0, 0, 0)
-
-        def write() -> None:
-            nonlocal before
-            merged, skipped, age_steps = self._exchange.inbox.take_counts()
-            now = (
-                counters.fragments_sent,
-                counters.fragments_shed,
-                counters.sent[Traffic.FRAGMENT],
-                counters.received[Traffic.FRAGMENT],
-            )
-            sent, shed, bytes_sent, bytes_received = (new - old for new, old in zip(now, before, strict=True))
-            before = now
-            to = dict(counters.fragments_to)
-            counters.fragments_to.clear()
-            if shed:
-                skipped["shed"] = skipped.get("shed", 0) + shed
-            self._events(
-                "fragments",
-                step=self._exchange.run_step,
-                sent=sent,
-                to=to,
-                merged=merged,
-                skipped=skipped,
-                bytes_sent=bytes_sent,
-                bytes_received=bytes_received,
-                staleness=round(self.run.fragment_fraction * age_steps, 6),
-                push_every_s=round(self._pace.interval_s, 6),
-            )
-
-        try:
-            while True:
-                await trio.sleep(FRAGMENTS_EVENT_S)
-                write()
-        finally:
-            write()

@@ -16,12 +16,10 @@ import trio
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.deciding.history import History, merged, shared
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
 from p2ptrain.protocol.state_sync.provenance import (
-    NO_PINS,
     NotNowError,
     OvertakenError,
     Pins,
@@ -55,25 +53,14 @@ class StateSync:
     def __init__(
         self,
         engine: RoundDriver,
-        membership: Membership,
+        joining: Joining,
         *,
-        load_buffers: Callable[[bytes], None],
         record: Callable[..., None],
         may_found: bool,
-        restored: Restored | None,
         rng: random.Random,
-        pins: Pins = NO_PINS,
+        pins: Pins,
     ) -> None:
-        self.joining = Joining(
-            engine,
-            membership,
-            load_buffers=load_buffers,
-            record=record,
-            may_found=may_found,
-            restored=restored,
-            rng=rng,
-            pins=pins,
-        )
+        self.joining = joining
         self._engine = engine
         self._context = engine.context
         self._rng = rng

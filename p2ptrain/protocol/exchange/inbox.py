@@ -42,10 +42,10 @@ class Inbox:
                 self._dropped["superseded"] += 1
             self._append([arrival])
 
-    def count_skipped(self, reason: str, n: int = 1) -> None:
-        """Count fragments that were skipped before they were queued."""
+    def count_skipped(self, reason: str) -> None:
+        """Count a fragment that was skipped before it was queued."""
         with self._lock:
-            self._dropped[reason] += n
+            self._dropped[reason] += 1
 
     def take(self) -> tuple[list[Arrival], Counter[str]]:
         """All queued fragments, oldest first, and how many were skipped since the last call, by reason."""

@@ -73,10 +73,6 @@ class _Pass:
         self.skipped[reason] += 1
         return True
 
-    def note_merged(self, arrival: Arrival) -> None:
-        self.covered.append(arrival.plan.blocks)
-        self.age_steps += self.age_s(arrival) / self.step_s
-
     def age_s(self, arrival: Arrival) -> float:
         return arrival.age_s + self.now - arrival.arrived_s
 
@@ -210,7 +206,8 @@ class Merger:
         self._clip.record(arrival.sender, rms, mixed=mixed)
         if mixed:
             self.mixed.append(arrival.plan.blocks)
-            current.note_merged(arrival)
+            current.covered.append(arrival.plan.blocks)
+            current.age_steps += current.age_s(arrival) / current.step_s
         else:
             current.skipped["clipped"] += 1
             if self._clip.is_outlier(arrival.sender):

@@ -64,10 +64,10 @@ class RequestServer:
         self._tokenizer = tokenizer
         self._pace = RateLimit(RATE_BYTES_S)
         self._serving: Counter[PeerId] = Counter()
-        pieces = trio.CapacityLimiter(MAX_PIECES)
-        self._limiters = {"part": pieces, "record": pieces, "contribution": pieces}
-        self._limiters["events"] = trio.CapacityLimiter(MAX_PAGES)
+        self._pages = trio.CapacityLimiter(MAX_PAGES)
+        self._pieces = trio.CapacityLimiter(MAX_PIECES)
         self._state_answers = trio.CapacityLimiter(MAX_STATE_ANSWERS)
+        self._limiters = {"events": self._pages, **dict.fromkeys(("part", "record", "contribution"), self._pieces)}
 
     def take(self, nursery: trio.Nursery, link: Link, request: messages.Request) -> None:
         """Answer a request in a task, in which an error closes the link. Refuses requests beyond the limits."""

@@ -170,7 +170,7 @@ class FrameReader:
             while len(self._buffer) < size:
                 await self._receive()
         if len(self._buffer) < size:
-            raise PeerLostError(f"a frame of it was not complete after {trio.current_time() - began_s:.0f} s")
+            raise PeerLostError(f"its frame was not complete after {trio.current_time() - began_s:.0f} s")
 
     async def _receive(self) -> None:
         data = await self._stream.receive_some()

@@ -171,7 +171,7 @@ class Handshake:
                 "and the same --run-id"
             )
         else:
-            return WireError(f"the handshake has {type(frame).__name__} at the wrong place")
+            return WireError(f"unexpected {type(frame).__name__} in the handshake")
         refusal = RunKeyError(error)
         self._note(peer, refusal)
         return refusal

@@ -274,7 +274,7 @@ class Links:
             if (displaced := self._displaced_by(stream.remote, hello.role)) is None:
                 raise PeerLostError("too many links")
             for link in displaced:
-                link.close("its place was needed")
+                link.close("its place is needed for another peer")
                 self._remove(link)
             await self._register(stream.remote, hello, stream, reader.read_ahead)
         except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:

@@ -373,7 +373,7 @@ class Membership:
         links = {peer_id: link for peer_id in linked if (link := self._links.get(peer_id)) is not None}
         in_use = {peer_id for peer_id, link in links.items() if link.is_in_use}
         for peer_id in neighbours.whom_to_leave(links, self.known, in_use, self._rng):
-            links[peer_id].close("it has links enough")
+            links[peer_id].close("this peer has enough links")
 
     async def _dial_one(self, peer_id: PeerId, member: KnownPeer, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):

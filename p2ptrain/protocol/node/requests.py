@@ -93,7 +93,7 @@ class RequestServer:
 
     async def _answer(self, link: Link, request: messages.Request) -> None:
         match request.what:
-            case "settings" | "tokenizer" | "events" | "strikes" | "relayed":
+            case what if what in FOR_OBSERVERS:
                 await self._send(link, request, await self._payload(request))
             case "anchor" if self._pairwise is not None:
                 await self._pairwise.serve(link, request)

@@ -106,7 +106,7 @@ class AnchorCopier:
             )
             chunk = out[rows(i)]
             if not answer.found:
-                raise PeerLostError(f"{donor.peer_id}: gives no anchor")
+                raise PeerLostError(f"{donor.peer_id} has no anchor")
             if len(payload) != chunk.nbytes:
                 raise WireError(f"{len(payload)} bytes for a chunk of an anchor of {chunk.nbytes}")
             chunk[:] = np.frombuffer(payload, "<f4").reshape(chunk.shape)

@@ -232,7 +232,7 @@ class Joining:
             )
             return "theirs"
         logger.warning(
-            "%s has a state of run %r that the checkpoint does not lead to; it is not taken. If it is your run, give "
+            "%s has a state of run %r that does not continue the checkpoint, so it is ignored. If it is your run, give "
             "that peer in --initial-peers",
             donor.peer_id,
             self._context.run.run_id,

@@ -229,19 +229,12 @@ class Gossip:
             # Our training has diverged: send nothing.
             self._exchange.inbox.count_skipped("not_finite")
             return 0.0
-        plan = push.plan
+        epoch, plan = push.epoch, push.plan
 
         def make() -> Fragment:
-            return Fragment(
-                push.epoch.lineage,
-                push.epoch.round,
-                self._run.fragment_selection,
-                plan.cycle,
-                plan.slot,
-                plan.slot_count,
-                self._num_slots,
-                max(0.0, trio.current_time() - push.gathered_s),
-            )
+            slots = plan.cycle, plan.slot, plan.slot_count, self._num_slots
+            age_s = max(0.0, trio.current_time() - push.gathered_s)
+            return Fragment(epoch.lineage, epoch.round, self._run.fragment_selection, *slots, age_s)
 
         until_s = push.gathered_s + self._exchange.max_age_s
         for partner in self._partners(push):

@@ -114,10 +114,10 @@ class Landing:
     epoch: Epoch
     sync_every: int
     run_step: int
-    included_tokens: int
-    snapshot_steps: int | None
-    report: RoundReport | None
-    finished: bool
+    included_tokens: int = 0
+    snapshot_steps: int | None = None
+    report: RoundReport | None = None
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)

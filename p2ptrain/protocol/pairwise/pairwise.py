@@ -347,10 +347,7 @@ class Pairwise:
             epoch=self._exchange.epoch,
             sync_every=self._run.sync_every,
             run_step=min(run_step, total) if total else run_step,
-            included_tokens=0,
             snapshot_steps=None if snapshot is None else snapshot.steps,
-            report=None,
-            finished=False,
         )
         async with self._engine.committer.suspended():
             await self._engine.committer.land(landing)

@@ -143,11 +143,7 @@ class Download:
     def __init__(self, context: RoundContext, state: AnchorState) -> None:
         self.state = state
         self.done_chunks = 0
-        self._run = context.run
-        self._links = context.links
-        self._compute = context.compute
-        self._parts = context.parts
-        self._averaging = context.averaging
+        self._context = context
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
         self._held_of = state.hashes.state
         self._overtaken = False
@@ -171,7 +167,7 @@ class Download:
         missing = deque(i for i in range(len(hashes)) if i not in self._held)
         self.done_chunks, self._overtaken = len(hashes) - len(missing), False
         if missing:
-            self._links.bulk.open_soon(donors)
+            self._context.links.bulk.open_soon(donors)
         async with trio.open_nursery() as nursery:
             for donor in donors:
                 fetching = Counter({donor.peer_id: PER_DONOR})
@@ -180,7 +176,7 @@ class Download:
         if self.done_chunks < len(hashes):
             lost = OvertakenError if self._overtaken else PeerLostError
             raise lost(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
-        if not await self._compute(self.state.is_finite):
+        if not await self._context.compute(self.state.is_finite):
             raise WireError(f"the state of round {head.round} contains NaN or infinity")
         self.state.hashes = self.state.combine(hashes)
 
@@ -188,27 +184,27 @@ class Download:
         """Apply a round's outer step to the received chunks. If that fails, they are fetched again."""
         state = self.state
         try:
-            check_record(record, self._run, self._averaging, state.num_blocks)
+            check_record(record, self._context.run, self._context.averaging, state.num_blocks)
             whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
-            mean_bytes = sum(self._averaging.size_bytes(record, part) for part in record.parts)
+            mean_bytes = sum(self._context.averaging.size_bytes(record, part) for part in record.parts)
             if len(whole) * len(state.vectors) * state.chunk(0).nbytes < mean_bytes:
                 return  # fetching the chunks again takes fewer bytes
-            await self._parts.fetch(record, [donor.peer_id for donor in donors])
+            await self._context.parts.fetch(record, [donor.peer_id for donor in donors])
         except (PeerLostError, WireError) as error:
             logger.info("received state chunks cannot be updated with the round's mean: %s", error)
             return
         for piece in whole:
-            await self._compute(self._step_chunks, piece, record)
+            await self._context.compute(self._step_chunks, piece, record)
 
     def _step_chunks(self, piece: int, record: Record) -> None:
         """Apply the outer step to one slice of anchor and moments, and rehash it."""
         start = piece * STATE_CHUNK_BLOCKS
         bounds = (start, min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks))
         try:
-            check_decodes(self._averaging, record, self._parts.get, self.state.num_stepped, bounds)
+            check_decodes(self._context.averaging, record, self._context.parts.get, self.state.num_stepped, bounds)
         except WireError:
             return
-        step_chunk(self.state, self._averaging, Progress(record), self._parts.get, None, bounds)
+        step_chunk(self.state, self._context.averaging, Progress(record), self._context.parts.get, None, bounds)
         for chunk in self.state.chunks_of(piece):
             self._held[chunk] = self.state.chunk_hash(chunk)
 
@@ -231,15 +227,8 @@ class Download:
         """All pages of a donor's manifest, not verified yet. Raises PeerLostError, WireError."""
         hashes: list[str] = []
         for page in range(num_pages(self.state.num_chunks)):
-            answer, payload = await self._links.request(
-                donor, "manifest", head.state_hash, page, timeout_s=CHUNK_TIMEOUT_S
-            )
-            if not answer.found:
-                raise OvertakenError("the donor has a newer state")
             expected = min(MANIFEST_PAGE_HASHES, self.state.num_chunks - len(hashes))
-            if len(payload) != 64 * expected:
-                raise WireError(f"{len(payload)} bytes, expected {64 * expected}")
-            text = payload.decode("ascii", "replace")
+            text = (await self._ask(donor, "manifest", head, page, 64 * expected)).decode("ascii", "replace")
             hashes += (text[i : i + 64] for i in range(0, len(text), 64))
         return hashes
 
@@ -269,16 +258,22 @@ class Download:
                 nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
 
     async def _fetch_chunk(self, donor: Link, head: Head, index: int, expected: str) -> None:
-        answer, payload = await self._links.request(donor, "chunk", head.state_hash, index, timeout_s=CHUNK_TIMEOUT_S)
-        if not answer.found:
-            raise OvertakenError("the donor has a newer state")
         target = self.state.chunk(index)
-        if len(payload) != target.nbytes:
-            raise WireError(f"{len(payload)} bytes, expected {target.nbytes}")
-        if await self._compute(chunk_hash, payload) != expected:
+        payload = await self._ask(donor, "chunk", head, index, target.nbytes)
+        if await self._context.compute(chunk_hash, payload) != expected:
             raise WireError("its hash is wrong")
         target[:] = np.frombuffer(payload, np.float32).reshape(target.shape)
         self._held[index] = expected
+
+    async def _ask(self, donor: Link, what: str, head: Head, index: int, size_bytes: int) -> bytes:
+        """A page of the manifest or a chunk, of this size. Raises PeerLostError, WireError."""
+        links = self._context.links
+        answer, payload = await links.request(donor, what, head.state_hash, index, timeout_s=CHUNK_TIMEOUT_S)
+        if not answer.found:
+            raise OvertakenError("the donor has a newer state")
+        if len(payload) != size_bytes:
+            raise WireError(f"{len(payload)} bytes, expected {size_bytes}")
+        return payload
 
 
 def founder_of(engine: RoundDriver) -> PeerId:
@@ -331,9 +326,7 @@ async def land_state(
         epoch=Epoch(head.lineage, head.round),
         sync_every=run.sync_every,
         run_step=run_step - since,
-        included_tokens=0,
         snapshot_steps=context.exchange.steps - since if since else None,
-        report=None,
         finished=finished,
     )
     await engine.committer.land(landing)

@@ -168,11 +168,28 @@ class Download:
         self.done_chunks, self._overtaken = len(hashes) - len(missing), False
         if missing:
             self._context.links.bulk.open_soon(donors)
+        in_flight = Counter(dict.fromkeys(donors, PER_DONOR))
+
+        async def fetch_chunks(donor: Link) -> None:
+            """Fetch chunks, one after the other, until none is missing or the donor fails."""
+            while missing:
+                index, asked_s = missing.popleft(), trio.current_time()
+                try:
+                    await self._fetch_chunk(donor, head, index, hashes[index])
+                except (PeerLostError, WireError) as error:
+                    logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
+                    missing.append(index)
+                    self._overtaken = self._overtaken or isinstance(error, OvertakenError)
+                    return
+                self.done_chunks += 1
+                if trio.current_time() - asked_s < QUICK_S and in_flight[donor] < MOST_PER_DONOR:
+                    in_flight[donor] += 1
+                    nursery.start_soon(fetch_chunks, donor)
+
         async with trio.open_nursery() as nursery:
             for donor in donors:
-                fetching = Counter({donor.peer_id: PER_DONOR})
                 for _ in range(PER_DONOR):
-                    nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
+                    nursery.start_soon(fetch_chunks, donor)
         if self.done_chunks < len(hashes):
             lost = OvertakenError if self._overtaken else PeerLostError
             raise lost(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
@@ -231,31 +248,6 @@ class Download:
             text = (await self._ask(donor, "manifest", head, page, 64 * expected)).decode("ascii", "replace")
             hashes += (text[i : i + 64] for i in range(0, len(text), 64))
         return hashes
-
-    async def _fetch_chunks(
-        self,
-        donor: Link,
-        head: Head,
-        hashes: list[str],
-        missing: deque[int],
-        nursery: trio.Nursery,
-        fetching: Counter[str],
-    ) -> None:
-        """Fetch chunks from `missing` until it is empty or the donor fails; a failed chunk is put back."""
-        while missing:
-            index = missing.popleft()
-            asked_s = trio.current_time()
-            try:
-                await self._fetch_chunk(donor, head, index, hashes[index])
-            except (PeerLostError, WireError) as error:
-                logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
-                missing.append(index)
-                self._overtaken = self._overtaken or isinstance(error, OvertakenError)
-                return
-            self.done_chunks += 1
-            if trio.current_time() - asked_s < QUICK_S and fetching[donor.peer_id] < MOST_PER_DONOR:
-                fetching[donor.peer_id] += 1
-                nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
 
     async def _fetch_chunk(self, donor: Link, head: Head, index: int, expected: str) -> None:
         target = self.state.chunk(index)

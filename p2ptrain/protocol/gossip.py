@@ -12,7 +12,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -158,10 +158,13 @@ class Gossip:
             self._exchange.inbox.count_skipped("too_old")
             return
         arrived_s = trio.current_time()
-        blocks = message.slot_count * self._blocks_per_slot
-        arrival, cpu_s = await self._off_loop(
-            blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s
-        )
+
+        def decode() -> Arrival:
+            plan = self._exchange.space.plan(self._blocks(message.cycle, message.slot, message.slot_count))
+            values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
+            return Arrival(link.peer_id, epoch, plan, self._exchange.pin(values), age_s, arrived_s)
+
+        arrival, cpu_s = await self._off_loop(message.slot_count * self._blocks_per_slot, decode)
         self._exchange.inbox.put(arrival)
         self._pace.note_received(cpu_s + self._exchange.merge_cpu_s)
 
@@ -224,7 +227,7 @@ class Gossip:
     async def _send(self, push: Push) -> float:
         """Encode a push and queue it for its receivers. Returns the CPU seconds of encoding."""
         try:
-            payload, cpu_s = await self._off_loop(len(push.values), self._codec.encode, push.values.numpy())
+            payload, cpu_s = await self._off_loop(len(push.values), lambda: self._codec.encode(push.values.numpy()))
         except ValueError:
             # Our training has diverged: send nothing.
             self._exchange.inbox.count_skipped("not_finite")
@@ -253,19 +256,12 @@ class Gossip:
         if not self._codec.size_bytes(fewest) <= len(payload) <= self._codec.size_bytes(most):
             raise WireError(f"fragment of {message.slot_count} slots in {len(payload)} bytes")
 
-    def _decode(
-        self, sender: PeerId, epoch: Epoch, message: Fragment, payload: bytes, age_s: float, arrived_s: float
-    ) -> Arrival:
-        plan = self._exchange.space.plan(self._blocks(message.cycle, message.slot, message.slot_count))
-        values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
-        return Arrival(sender, epoch, plan, self._exchange.pin(values), age_s, arrived_s)
-
-    async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> tuple[T, float]:
+    async def _off_loop(self, blocks: int, work: Callable[[], T]) -> tuple[T, float]:
         """Run `work` in a worker thread if it is long, else here. Returns its result and its CPU seconds."""
 
         def measured() -> tuple[T, float]:
             start_s = self._exchange.cpu_clock()
-            result = work(*args)
+            result = work()
             return result, self._exchange.cpu_clock() - start_s
 
         return await self._context.compute(measured) if blocks > INLINE_BLOCKS else measured()

@@ -134,8 +134,8 @@ class Gossip:
             case Push():
                 self._pushes_send.send_nowait(event)
             case OutlierFound(sender):
-                # No strike: distance proves nothing, and a peer whose training went astray is far too. Rounds leave
-                # such a peer out or bring it back, for which it needs links.
+                # No strike: distance proves nothing, as a peer whose training went astray is far away too. Rounds
+                # leave such a peer out or bring it back, and for that it needs links.
                 if (link := self._context.links.get(sender)) is not None:
                     link.close("its fragments were too far from our weights 100 times in a row")
 

@@ -31,7 +31,7 @@ def release_unused() -> None:
 
 
 def release_pages(values: np.ndarray) -> None:
-    """Return the whole pages of a contiguous array whose values are not needed any more.
+    """Return the whole pages of a contiguous array whose values are no longer needed.
 
     The array can still be read and written, which takes new pages. On Linux, values in the returned pages become zero;
     elsewhere they stay. Values outside of whole pages always stay. Pinned memory is left alone, as a GPU would continue

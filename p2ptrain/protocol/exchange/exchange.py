@@ -377,7 +377,7 @@ class Exchange:
         self._tell(types.SnapshotTaken(*arrived))
 
     def _tell(self, event: types.ExchangeEvent) -> None:
-        """Post an event to the node. What it raises is logged once."""
+        """Post an event to the node. Exceptions there are logged once."""
 
         def deliver() -> None:
             # A snapshot may have been withdrawn or replaced while the weights were read.

@@ -29,12 +29,12 @@ MAX_HELLO_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class Admission:
-    """Whom a peer links to.
+    """Which peers this peer links to.
 
     Attributes:
         chosen: ids of the user's initial peers.
         closed: the run and its key; None if the run is open.
-        refusal: whom the user of this machine refuses, and why.
+        refusal: which peers the user of this machine refuses, and why.
     """
 
     chosen: Collection[PeerId] = ()

@@ -173,7 +173,7 @@ class Link:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """While the block runs, we wait for the peer or it waits for us: the link is not ended as one too many."""
+        """While the block runs, we or the peer need the link, so it is not ended as one too many."""
         self._uses += 1
         try:
             yield

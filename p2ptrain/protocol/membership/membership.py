@@ -356,7 +356,7 @@ class Membership:
         return due
 
     def _has_state(self, peer_id: PeerId) -> bool:
-        """Whether a peer is linked and says that it has the run's state."""
+        """Whether a peer is linked and reports that it has the run's state."""
         link = self._links.get(peer_id)
         return link is not None and link.beat is not None and bool(link.beat.lineage)
 

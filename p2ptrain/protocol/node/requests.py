@@ -114,7 +114,7 @@ class RequestServer:
                 _delay_rounds_for(link, request)
 
     async def _payload(self, request: messages.Request) -> bytes | None:
-        """What observers may ask for; None if we do not have it."""
+        """The answer to a request that observers may send; None if we do not have it."""
         run, links = self._context.run, self._context.links
         match request.what:
             case "settings":

@@ -48,7 +48,7 @@ OVERTAKEN_RETRY_S = 0.25
 
 
 class StateSync:
-    """Catches up while the run goes on. `joining.establish` comes first."""
+    """Catches up during the run. `joining.establish` comes first."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ class StateServer:
 
 
 def num_pages(num_chunks: int) -> int:
-    """Number of manifest pages for so many chunks."""
+    """Number of manifest pages for this many chunks."""
     return -(-num_chunks // MANIFEST_PAGE_HASHES)
 
 

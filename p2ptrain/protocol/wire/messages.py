@@ -449,7 +449,7 @@ class Abort(_OfAttempt, frozen=True):
 
 
 class Withdraw(_OfAttempt, frozen=True):
-    """Member to leader: it cannot go on with this attempt."""
+    """Member to leader: it cannot continue this attempt."""
 
     reason: Reason
 

@@ -136,7 +136,8 @@ class Merger:
             # A round may have landed since.
             if not current.refuses(compared.arrival):
                 self._merge(compared, current)
-        looked_at = {sender for sender, count in self._counts().items() if count >= MOST_OF_SENDER}
+        counts = Counter(compared.arrival.sender for compared in self._under_way)
+        looked_at = {sender for sender, count in counts.items() if count >= MOST_OF_SENDER}
         for arrival in arrivals:
             if current.refuses(arrival):
                 continue
@@ -171,9 +172,6 @@ class Merger:
             seen.add(sender)
         self._under_way = left
         return ready
-
-    def _counts(self) -> Counter[str]:
-        return Counter(compared.arrival.sender for compared in self._under_way)
 
     def _has_room(self, arrival: Arrival) -> bool:
         """Whether there is memory to compare this fragment too. One of any size is always allowed."""

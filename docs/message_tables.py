@@ -29,10 +29,10 @@ def wire_type(hint: object) -> str:
 
 
 def structs() -> list[type[Struct]]:
-    """The messages by their kinds, then what they are made of."""
+    """The messages by their kinds, then the structs that they contain."""
     found = [value for value in vars(messages).values() if isinstance(value, type) and issubclass(value, Struct)]
     kinds = list(messages.KINDS.values())
-    return [*kinds, *(part for part in found if part not in kinds and part.__struct_fields__)]
+    return [*kinds, *(part for part in found if part not in kinds and not part.__name__.startswith("_"))]
 
 
 def types_of_fields() -> dict[str, list[str]]:

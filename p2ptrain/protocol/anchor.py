@@ -1,8 +1,8 @@
 """The state that rounds agree on bit by bit: the anchor and the outer optimizer's moments.
 
 It is float32 in CPU memory, in the flat layout of the index space, and hashed in chunks of 256 KiB, so that a joiner
-can verify each chunk. Chunks of all vectors alternate: with one moment, chunk 2i is of the anchor and chunk 2i+1 of
-the moment.
+can verify each chunk. The chunks of all vectors alternate: with one moment, chunk 2i belongs to the anchor and chunk
+2i+1 to the moment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def chunk_hash(data: bytes | memoryview) -> str:
 
 
 class AnchorState:
-    """Owns the vectors. Used only by the node; rounds change it in worker threads, each chunk in one."""
+    """Owns the vectors. Only the node uses it. Rounds change it in worker threads, but each chunk only in one."""
 
     def __init__(
         self, num_blocks: int, num_moments: int, num_stepped: int | None = None, anchor: np.ndarray | None = None
@@ -42,8 +42,8 @@ class AnchorState:
         Args:
             num_blocks: blocks of each vector.
             num_moments: moments of the outer optimizer.
-            num_stepped: the outer step applies to the first so many blocks (None: all); the rest are only averaged.
-            anchor: memory for the anchor, float32 of [num_blocks, 64], all zero; None: new memory.
+            num_stepped: the outer step applies to this many first blocks (None: all). The rest are only averaged.
+            anchor: memory for the anchor, float32 of [num_blocks, 64], all zero; None for new memory.
         """
         self.num_stepped = num_blocks if num_stepped is None else num_stepped
         self.anchor = np.zeros((num_blocks, 64), np.float32) if anchor is None else anchor

@@ -1,8 +1,8 @@
 """SPARTA by gossip: each push goes to a random live peer, which merges it at its next step.
 
-The papers average a fraction p of the parameters over all workers at every step (SPARTA, Algorithm 1). A push to one
-random partner mixes as fast per byte (simulated), needs no reply and no barrier, and costs O(1) per peer (section 5's
-open question). The receiver recomputes the indices from the header.
+The paper averages a fraction p of the parameters over all workers at every step (SPARTA, Algorithm 1). A push to one
+random partner mixes as fast per byte (simulated), needs no reply and no barrier, and costs O(1) per peer (the open
+question of section 5). The receiver computes the indices from the header.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +26,21 @@ from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.pushing import MOST_PUSHES_UNDER_WAY
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, OutlierFound, Push, PushBegun, PushPlan
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S, PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Fragment
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Below this many blocks, coding and planning take less than a trip to a worker thread (measured: ~1 ms).
+# Coding and planning fewer blocks takes less time than a trip to a worker thread (measured: about 1 ms).
 INLINE_BLOCKS = 2048
-# How often to look whether there is somebody to push to, and whether others merge what we push.
+# How often to check whether there are peers to push to, and whether they merge our fragments.
 POLL_S = 0.5
-# Before the next plan after an unexpected error.
+# Pause before the next plan after an unexpected error.
 ERROR_PAUSE_S = 1.0
+# Interval of `fragments` events.
+FRAGMENTS_EVENT_S = 2.0
 
 T = TypeVar("T")
 
@@ -45,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 
 class Gossip:
-    """Plans and sends this peer's fragments, checks and queues those of other peers.
+    """Plans and sends this peer's fragments, and checks and queues those of other peers.
 
     Args:
-        admits: whose fragments are merged. Ours are pushed only if that includes us.
-        pace: decides when the next push is due; told what each costs.
+        admits: whether fragments of a peer are merged. Ours are pushed only if it admits us.
+        pace: decides when the next push is due. Is told the cost of each.
 
     Raises ConfigError if the fragments of this model do not fit into a frame.
     """
@@ -68,10 +71,10 @@ class Gossip:
         self._num_slots = self._walk.num_slots
         self._position = 0  # in steps
         self._said_pace = False
-        # When gathering the offered plan began: the next one is offered after that.
+        # Receives the time when gathering of the offered plan began. Only then is the next one offered.
         self._taken_send, self._taken = trio.open_memory_channel[float](1)
         self._pushes_send, self._pushes = trio.open_memory_channel[Push](2 * MOST_PUSHES_UNDER_WAY)
-        # CPU seconds of gathering and sending since a push was last told to the pace.
+        # CPU seconds of gathering and sending that the pace has not been told yet.
         self._sending_cpu_s = 0.0
         slot_bytes = self._codec.size_bytes(self._blocks_per_slot)
         self._most_steps = MAX_PAYLOAD_BYTES // slot_bytes // self._walk.per_step
@@ -92,7 +95,7 @@ class Gossip:
             nursery.start_soon(self._send_forever)
 
     async def _plan_forever(self) -> None:
-        """Offer a plan to the training thread; once gathering it begins, the next one. Sending is not waited for."""
+        """Offer plans to the training thread, each when gathering of the one before has begun."""
         while True:
             if not self._context.host.trainers() or not self._admits(self._context.peer_id):
                 await trio.sleep(POLL_S)
@@ -114,7 +117,7 @@ class Gossip:
                 self._sending_cpu_s = 0.0
 
     async def _send_forever(self) -> None:
-        """Send what was gathered, at once or after the run's delay."""
+        """Send gathered pushes, at once or after the run's delay."""
         waiting: deque[Push] = deque()
         async for push in self._pushes:
             self._sending_cpu_s += push.cpu_s
@@ -124,14 +127,17 @@ class Gossip:
                     self._sending_cpu_s += await self._send(waiting.popleft())
 
     def receive(self, event: PushBegun | Push | OutlierFound) -> None:
-        """Go on after what the training thread has done."""
+        """Take an event of the training thread."""
         match event:
             case PushBegun(began_s):
                 self._taken_send.send_nowait(began_s)
             case Push():
                 self._pushes_send.send_nowait(event)
             case OutlierFound(sender):
-                self._end_link(sender)
+                # No strike: distance proves nothing, as a peer whose training went astray is far away too. Rounds
+                # leave such a peer out or bring it back, and for that it needs links.
+                if (link := self._context.links.get(sender)) is not None:
+                    link.close("its fragments were too far from our weights 100 times in a row")
 
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError if it is invalid."""
@@ -152,29 +158,22 @@ class Gossip:
             self._exchange.inbox.count_skipped("too_old")
             return
         arrived_s = trio.current_time()
-        blocks = message.slot_count * self._blocks_per_slot
-        arrival, cpu_s = await self._off_loop(
-            blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s
-        )
+
+        def decode() -> Arrival:
+            plan = self._exchange.space.plan(self._blocks(message.cycle, message.slot, message.slot_count))
+            values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
+            return Arrival(link.peer_id, epoch, plan, self._exchange.pin(values), age_s, arrived_s)
+
+        arrival, cpu_s = await self._off_loop(message.slot_count * self._blocks_per_slot, decode)
         self._exchange.inbox.put(arrival)
         self._pace.note_received(cpu_s + self._exchange.merge_cpu_s)
-
-    def _end_link(self, sender: PeerId) -> None:
-        """End the link to a peer whose fragments are refused again and again.
-
-        No strike: distance proves nothing. A peer whose training went astray is far too; the rounds leave it out or
-        bring it back, for which it needs links.
-        """
-        link = self._context.links.get(sender)
-        if link is not None:
-            link.close("its fragments were too far from our weights 100 times in a row")
 
     @property
     def _blocks_per_slot(self) -> int:
         return self._exchange.space.num_blocks // self._num_slots + 1
 
     def _step_count(self) -> int:
-        """Steps that share the next push: several if steps are faster than `MIN_PUSH_INTERVAL_S`."""
+        """How many steps share the next push: several if steps are faster than `MIN_PUSH_INTERVAL_S`."""
         step_s = self._exchange.step_s
         steps = math.ceil(MIN_PUSH_INTERVAL_S / step_s) if step_s > 0 else 1
         steps = max(1, round(steps * self._exchange.fragment_rate))
@@ -182,7 +181,7 @@ class Gossip:
 
     def _plan(self) -> PushPlan:
         if self._run.topology != "push":
-            # These topologies pair peers by the step; partners then push the same slot.
+            # These topologies pair peers by the step, and partners push the same slot.
             self._position = self._exchange.run_step
         cycle, step = divmod(self._position, self._walk.steps)
         steps = self._step_count()
@@ -213,7 +212,7 @@ class Gossip:
         return [link for link in links if link is not None]
 
     def _say_pace(self) -> None:
-        """Say once that fewer pushes are made than there are steps."""
+        """Log once that there are fewer pushes than steps."""
         pace, step_s = self._pace, self._exchange.step_s
         if not self._said_pace and step_s > 0 and pace.interval_s > max(step_s, MIN_PUSH_INTERVAL_S):
             self._said_pace = True
@@ -228,24 +227,17 @@ class Gossip:
     async def _send(self, push: Push) -> float:
         """Encode a push and queue it for its receivers. Returns the CPU seconds of encoding."""
         try:
-            payload, cpu_s = await self._off_loop(len(push.values), self._codec.encode, push.values.numpy())
+            payload, cpu_s = await self._off_loop(len(push.values), lambda: self._codec.encode(push.values.numpy()))
         except ValueError:
             # Our training has diverged: send nothing.
             self._exchange.inbox.count_skipped("not_finite")
             return 0.0
-        plan = push.plan
+        epoch, plan = push.epoch, push.plan
 
         def make() -> Fragment:
-            return Fragment(
-                push.epoch.lineage,
-                push.epoch.round,
-                self._run.fragment_selection,
-                plan.cycle,
-                plan.slot,
-                plan.slot_count,
-                self._num_slots,
-                max(0.0, trio.current_time() - push.gathered_s),
-            )
+            slots = plan.cycle, plan.slot, plan.slot_count, self._num_slots
+            age_s = max(0.0, trio.current_time() - push.gathered_s)
+            return Fragment(epoch.lineage, epoch.round, self._run.fragment_selection, *slots, age_s)
 
         until_s = push.gathered_s + self._exchange.max_age_s
         for partner in self._partners(push):
@@ -259,24 +251,57 @@ class Gossip:
             raise WireError(f"fragment of slots {message.slot} + {message.slot_count} of {message.num_slots}")
         if not 0 <= message.cycle < 2**40 or message.age_s < 0:
             raise WireError("fragment of an impossible cycle or age")
-        # Checked before the blocks are computed, so that the work is bounded by the bytes received.
+        # Checked before the blocks are computed, so that the received bytes bound the work.
         fewest, most = (message.slot_count * blocks for blocks in (self._blocks_per_slot - 1, self._blocks_per_slot))
         if not self._codec.size_bytes(fewest) <= len(payload) <= self._codec.size_bytes(most):
             raise WireError(f"fragment of {message.slot_count} slots in {len(payload)} bytes")
 
-    def _decode(
-        self, sender: PeerId, epoch: Epoch, message: Fragment, payload: bytes, age_s: float, arrived_s: float
-    ) -> Arrival:
-        plan = self._exchange.space.plan(self._blocks(message.cycle, message.slot, message.slot_count))
-        values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
-        return Arrival(sender, epoch, plan, self._exchange.pin(values), age_s, arrived_s)
-
-    async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> tuple[T, float]:
+    async def _off_loop(self, blocks: int, work: Callable[[], T]) -> tuple[T, float]:
         """Run `work` in a worker thread if it is long, else here. Returns its result and its CPU seconds."""
 
         def measured() -> tuple[T, float]:
             start_s = self._exchange.cpu_clock()
-            result = work(*args)
+            result = work()
             return result, self._exchange.cpu_clock() - start_s
 
         return await self._context.compute(measured) if blocks > INLINE_BLOCKS else measured()
+
+
+async def record_fragments(context: RoundContext, pace: PushPace, record: Callable[..., None]) -> None:
+    """Write a `fragments` event every two seconds, and a last one when cancelled."""
+    counters, exchange, before = context.links.counters, context.exchange, (0, 0, 0, 0)
+
+    def write() -> None:
+        nonlocal before
+        merged, skipped, age_steps = exchange.inbox.take_counts()
+        now = (
+            counters.fragments_sent,
+            counters.fragments_shed,
+            counters.sent[Traffic.FRAGMENT],
+            counters.received[Traffic.FRAGMENT],
+        )
+        sent, shed, bytes_sent, bytes_received = (new - old for new, old in zip(now, before, strict=True))
+        before = now
+        to = dict(counters.fragments_to)
+        counters.fragments_to.clear()
+        if shed:
+            skipped["shed"] = shed
+        record(
+            "fragments",
+            step=exchange.run_step,
+            sent=sent,
+            to=to,
+            merged=merged,
+            skipped=skipped,
+            bytes_sent=bytes_sent,
+            bytes_received=bytes_received,
+            staleness=round(context.run.fragment_fraction * age_steps, 6),
+            push_every_s=round(pace.interval_s, 6),
+        )
+
+    try:
+        while True:
+            await trio.sleep(FRAGMENTS_EVENT_S)
+            write()
+    finally:
+        write()

@@ -1,4 +1,4 @@
-"""Nurseries that fail with one exception, not with a group."""
+"""Nurseries that raise a single exception, not a group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PIPELINE = 4
 
 @asynccontextmanager
 async def nursery_raising(*kinds: type[Exception]) -> AsyncIterator[trio.Nursery]:
-    """A nursery whose exceptions of these kinds end it as one: the first. A cancellation comes before them."""
+    """A nursery that raises only the first of its exceptions of these kinds. A cancellation takes precedence."""
     failure: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:
             yield nursery
     except* kinds as errors:
         failure = innermost(errors)
-    # Not above: raised beside a cancellation it would become a group, which no `except` expects.
+    # Not in the block above: beside a cancellation it would become a group, which no `except` expects.
     if failure is not None:
         raise failure
 

@@ -1,4 +1,4 @@
-"""Return memory to the operating system, on Linux. Elsewhere these functions do nothing."""
+"""Returns memory to the operating system on Linux. Elsewhere these functions do nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import torch
 
-# From this size of the anchor on, `release_unused` pays in the midst of a round (guess). Simulated peers are smaller.
+# For an anchor of at least this size, `release_unused` pays within a round (guess). Simulated peers are smaller.
 LARGE_BYTES = 64 * 1024 * 1024
 
 
@@ -20,10 +20,10 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def release_unused() -> None:
-    """Return freed pages of the heap. Needs glibc, which keeps those of the many small objects of a round.
+    """Return freed pages of the heap: glibc keeps those of the many small objects of a round.
 
-    Measured at 124M parameters: at least a quarter of the parameters' bytes. Takes milliseconds, so call it in a worker
-    thread. Does nothing with another C library, such as musl.
+    These are at least a quarter of the parameters' bytes (measured at 124M parameters). Takes milliseconds, so call it
+    in a worker thread. Does nothing with another C library, such as musl.
     """
     libc = _libc()
     if libc is not None and hasattr(libc, "malloc_trim"):
@@ -31,11 +31,11 @@ def release_unused() -> None:
 
 
 def release_pages(values: np.ndarray) -> None:
-    """Return the whole pages of a contiguous array whose values are not needed any more.
+    """Return the whole pages of a contiguous array whose values are no longer needed.
 
-    The array can be read and written as before, which takes new pages. On Linux the values of these pages become zero;
-    elsewhere they stay. Values beside whole pages always stay. Pinned memory stays as it is, as a GPU would go on using
-    the old pages.
+    The array can still be read and written, which takes new pages. On Linux, values in the returned pages become zero;
+    elsewhere they stay. Values outside of whole pages always stay. Pinned memory is left alone, as a GPU would continue
+    to use the old pages.
     """
     if torch.from_numpy(values).is_pinned():
         return

@@ -1,4 +1,4 @@
-"""Long work in pieces, on several worker threads, with the results of one."""
+"""Runs long work in pieces, on several worker threads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 async def in_parallel(compute: Compute, work: Callable[[P], T], pieces: Iterable[P]) -> list[T]:
-    """Run `work` on each piece, on at most `compute.threads` threads; returns the results in the order of the pieces.
+    """Run `work` on each piece, on at most `compute.threads` threads. Returns the results in the order of the pieces.
 
-    So results do not depend on the number of threads, as long as no piece uses what another one writes.
+    Results do not depend on the number of threads, as long as no piece uses what another one writes.
 
-    Pieces are begun in their order, and those that have begun have ended when this returns or raises, also when it is
-    cancelled. If pieces raise, no more are begun, and the error of the first of them is raised.
+    Pieces begin in their order. All that have begun have ended when this returns, raises or is cancelled. If pieces
+    raise, no others begin, and the error of the first of them is raised.
     """
     left, results, errors = deque(enumerate(pieces)), dict[int, T](), dict[int, Exception]()
 

@@ -1,7 +1,7 @@
-"""How often a peer pushes fragments, so that gossip keeps no more than a part of the cores busy. Pure.
+"""Decides how often a peer pushes fragments, so that gossip keeps only a part of the cores busy. Pure.
 
-A push costs the same whether a step takes a second or a hundredth of one, so where steps are fast, or every core is
-busy, gossip at every step slows training. The fraction of the parameters in a push stays; there are fewer pushes.
+A push costs the same whether a step takes a second or a hundredth of one. So if steps are fast, or every core is busy,
+gossip at every step would slow training. Then there are fewer pushes, each with the same fraction of the parameters.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from collections import deque
 
 # At most about 20 pushes a second (measured): faster steps share one push.
 MIN_PUSH_INTERVAL_S = 0.05
-# Of the CPU of a push, a third is seen here: gathering, planning, encoding, decoding, mixing. The rest wakes network
-# threads, reads and writes sockets and encrypts. Measured with two peers: see docs/log/.
+# The cost that we measure here (gathering, planning, encoding, decoding, mixing) is a third of the CPU time of a push.
+# The rest wakes network threads, reads and writes sockets and encrypts. Measured with two peers: see docs/log/.
 WHOLE_FACTOR = 3.0
-# Receiving a fragment of the same size costs up to twice as much as sending one (mixing). Larger ones count as four.
+# Receiving a fragment of the same size costs up to twice as much as sending one (mixing). The cost of larger fragments
+# is limited to four times.
 MOST_RECEIVED = 4.0
-# A median over so many: one that had to wait for a cold cache does not count, and a machine that slows down does soon.
+# Costs are medians over this many pushes: a single slow one, as with a cold cache, does not count, and a machine that
+# slows down soon does.
 _REMEMBERED = 16
 
 
 def push_interval_s(seen_cpu_s: float, budget: float) -> float:
-    """The seconds from one push to the next at which gossip takes its budget.
+    """The seconds from one push to the next with which gossip uses up its budget.
 
     Args:
-        seen_cpu_s: CPU seconds of sending one push and receiving one, as far as they are measured.
+        seen_cpu_s: measured CPU seconds of sending one push and receiving one.
         budget: cores that gossip may keep busy.
     """
     return WHOLE_FACTOR * seen_cpu_s / budget
@@ -33,8 +35,8 @@ def push_interval_s(seen_cpu_s: float, budget: float) -> float:
 class PushPace:
     """Decides when the next push is due.
 
-    Sending one and receiving one are added up, each as a median, because on average a peer receives as many as it
-    sends. So others that push more often, or far larger fragments, do not silence this peer.
+    The cost of a push is that of sending one and receiving one, because on average a peer receives as many as it sends.
+    So other peers that push more often, or far larger fragments, do not silence this peer.
 
     Attributes:
         budget: cores that gossip may keep busy.
@@ -50,7 +52,7 @@ class PushPace:
         self._received: deque[float] = deque(maxlen=_REMEMBERED)
 
     def note_sent(self, cpu_s: float, now: float) -> None:
-        """Note the CPU seconds of a push that was sent at `now`. After a pause one is made up for."""
+        """Note the CPU seconds of a push that was sent at `now`. After a pause, one missed push is made up for."""
         self._sent.append(cpu_s)
         self._measure()
         self.due_s = max(self.due_s, now - self.interval_s) + self.interval_s

@@ -1,7 +1,7 @@
-"""When to restart something that ended by itself, and how other peers see that it was restarted. Pure.
+"""Decides when to restart something that failed, and names a peer's incarnations. Pure.
 
-An incarnation distinguishes restarts of a peer: a random text per process, and the number of its node in the process.
-Votes belong to one node; the event log belongs to the process.
+An incarnation distinguishes restarts of a peer for other peers: it is a random text per process, and the number of the
+node in the process. Votes belong to one node; the event log belongs to the process.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ class Restarts:
     """Counts restarts in a row (`count`).
 
     Args:
-        after_s: seconds before the first restart, the second and so on; no restart follows the last.
-        healthy_s: the count returns to 0 after a run of more than this.
+        after_s: seconds before the first restart, the second and so on. There are no more restarts than entries.
+        healthy_s: the count returns to 0 after a run that took longer than this.
     """
 
     def __init__(self, after_s: Sequence[float], healthy_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A token bucket: a rate that may be exceeded for a moment. Pure: `now` is in seconds on any clock."""
+"""A token bucket limits a rate, but allows bursts. Pure: `now` is in seconds on any clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TokenBucket:
         self._since_s = now
 
     def spend(self, cost: float, now: float) -> bool:
-        """Take so many; False if there are fewer, and none are taken then."""
+        """Take this many tokens. If there are fewer, take none and return False."""
         self._fill(now)
         if cost > self._tokens:
             return False
@@ -25,11 +25,11 @@ class TokenBucket:
         return self._tokens >= self._burst
 
     def give_back(self, cost: float) -> None:
-        """Return what was spent."""
+        """Return tokens that were spent."""
         self._tokens = min(self._burst, self._tokens + cost)
 
     def take(self, cost: float, now: float) -> float:
-        """Take so many, on credit if need be. Returns the seconds to wait until they fit the rate."""
+        """Take this many tokens, on credit if need be. Returns the seconds to wait until they fit the rate."""
         self._fill(now)
         self._tokens -= cost
         return max(0.0, -self._tokens / self.rate_per_s)

@@ -290,7 +290,8 @@ def test_counts_add_up_until_they_are_taken() -> None:
     for _ in range(3):
         bench.receive("b")
         bench.receive("c", epoch=Epoch("L", 0))
-        bench.exchange.inbox.count_skipped("not linked", 2)
+        for _ in range(2):
+            bench.exchange.inbox.count_skipped("not linked")
         assert bench.step().skipped == {"epoch": 1, "not linked": 2}
     merged, skipped, age_steps = bench.exchange.inbox.take_counts()
     assert (merged, skipped) == (3, {"epoch": 3, "not linked": 6})

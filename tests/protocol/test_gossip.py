@@ -447,7 +447,7 @@ def test_the_fragment_of_a_newcomer_is_counted_before_it_is_decoded(monkeypatch:
     async def main() -> None:
         receiver, sender = Peer(run_of()), Peer(run_of())
         receiver.admitted = {"b"}
-        monkeypatch.setattr(receiver.gossip, "_decode", None)
+        monkeypatch.setattr(receiver.gossip, "_off_loop", None)
         message, payload = await one_push(sender)
         await receiver.gossip.on_fragment(Mailbox("a"), message, payload)  # type: ignore[arg-type]
         assert receiver.exchange.step(1).skipped == {"newcomer": 1}

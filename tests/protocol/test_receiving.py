@@ -12,7 +12,8 @@ from p2ptrain.protocol.links import frame_reader, limits, links, requests
 from p2ptrain.protocol.links.frame_reader import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES, OBSERVER
 from p2ptrain.protocol.links.limits import MAX_GREETING, MAX_GREETING_OF_ONE, MAX_STRIKES
-from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
+from p2ptrain.protocol.links.links import MAX_STREAMS
 from p2ptrain.protocol.links.outbox import MAX_BULK_QUEUE_BYTES, MAX_CONTROL_QUEUE_BYTES, Traffic
 from p2ptrain.protocol.wire.frames import MAX_COMPRESSED_CHUNK_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request

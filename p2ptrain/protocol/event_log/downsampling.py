@@ -1,4 +1,4 @@
-"""Bounds a history by merging neighbours, so that it still covers the whole time."""
+"""Bounds the length of a history by merging neighbours, so that it still covers the whole time."""
 
 from __future__ import annotations
 

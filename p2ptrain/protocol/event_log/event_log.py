@@ -1,7 +1,7 @@
 """A peer's log of its own events, which observers request over their links.
 
-The log is bounded: recent events are kept, older ones are merged so that their sums stay right. It has the events of
-the metrics stream (docs/use/metrics.md), with steps aggregated over two seconds.
+It has the events of the metrics stream (docs/use/metrics.md), with steps aggregated over two seconds. The log is
+bounded: recent events are kept, and older ones are merged so that their sums stay right.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import trio
 from p2ptrain.protocol.event_log.downsampling import coalesce
 from p2ptrain.protocol.event_log.events import KINDS, MAX_PAGE_BYTES, PAGE_FRAME_BYTES, Event, encode_event
 
-# Fast peers make 200 steps per second, more than an observer needs.
+# Steps within this time become one event. Fast peers make 200 steps per second, more than an observer needs.
 FOLD_S = 2.0
-# Limit for all observers together: a hundredth of a fast link, a third of a slow one (guess).
+# Limit of the answers to all observers together: a hundredth of a fast link, a third of a slow one (guess).
 RATE_BYTES_S = 512 * 1024
-# Entries kept of each kind of event: 1024 steps cover a day at 84 s each.
+# Entries kept of each kind of event. 1024 step events cover a day if each covers 84 s.
 MOST = {"step": 1024, "fragments": 1024, "round": 1024, "pair": 1024, "eval": 512, "sample": 128}
 MOST_OF_OTHERS = 256
 # Share of the newest entries, which are not merged.
 FRESH = 0.25
-# Limit of the distance between samples; samples that are still too many are all of one step.
+# Largest distance between kept samples, in their intervals. If more samples are left, they are all of one step.
 MOST_STRIDE = 2**40
 
 
@@ -68,7 +68,7 @@ class EventLog:
                 self._take_step(now, fields)
             else:
                 self._keep(event, {"event": event, "t": now, **fields})
-                # Not after steps, because it takes milliseconds and training waits for it.
+                # Not after steps, because it takes milliseconds and the training thread waits for it.
                 for kind in self._kinds:
                     self._thin(kind, MOST.get(kind, MOST_OF_OTHERS))
 
@@ -126,7 +126,7 @@ class EventLog:
         self._last += 1
         kept = self._kinds.setdefault(kind, [])
         kept.append(Entry(self._last, event))
-        # A loose bound, in case only steps are written.
+        # A looser bound, in case only steps are written.
         self._thin(kind, 2 * MOST.get(kind, MOST_OF_OTHERS))
 
     def _thin(self, kind: str, most: int) -> None:
@@ -142,7 +142,7 @@ _WEIGHT: Callable[[Entry], int] = attrgetter("weight")
 
 
 def _merge(older: Entry, newer: Entry) -> Entry:
-    """Merge two entries: steps and counts add up, other events keep the newer one."""
+    """Merge two entries: their counts add up, and other fields are the newer event's."""
     a, b = older.event, newer.event
     event = dict(b)
     match b["event"]:
@@ -162,7 +162,7 @@ def _merge(older: Entry, newer: Entry) -> Entry:
             for name in ("bytes_sent", "bytes_received"):
                 event[name] = a[name] + b[name]
         case "round":
-            # Bytes that this peer sent for merged rounds.
+            # Bytes that this peer sent for the rounds that were merged into this one.
             event["earlier_bytes_sent"] = (
                 a["bytes_sent"] + a.get("earlier_bytes_sent", 0) + b.get("earlier_bytes_sent", 0)
             )
@@ -191,7 +191,7 @@ class RateLimit:
         self._free_s = 0.0
 
     async def make(self, answer_of: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Make an answer once the time of those before it is over; a waiting caller holds no bytes."""
+        """Wait until the rate allows another answer, then make it: a waiting caller holds no bytes."""
         async with self._turn:
             await trio.sleep_until(self._free_s)
             answer = await answer_of()

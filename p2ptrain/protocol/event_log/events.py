@@ -1,7 +1,7 @@
-"""Parses pages of events (docs/use/metrics.md) from other peers, with strict checks, and writes what passes them.
+"""Parses pages of events (docs/use/metrics.md) from other peers with strict checks, and encodes our own for them.
 
 A page is untrusted JSON. Sizes, kinds, fields, types and lengths are checked, numbers must be finite, and control
-characters in texts are escaped. Unknown events and fields, as from a newer version, are dropped.
+characters in texts are escaped. Unknown events and fields, which a newer version may send, are dropped.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from p2ptrain.protocol.wire.text import escaped_all
 Event = dict[str, Any]
 
 MAX_PAGE_BYTES = 256 * 1024
-# What a page has around its events.
+# Bytes of a page around its events.
 PAGE_FRAME_BYTES = 100
 MAX_TEXT = 2048
-# Peer ids and reasons; a round has at most 64 contributors.
+# Length of a peer id or a reason, and entries of a list; a round has at most 64 contributors.
 MAX_NAME = 128
 MAX_NAMES = MAX_LINKS
 MAX_VALUES = 1024
-# Larger than any count or measure of a run; sums of many such numbers are finite.
+# Larger than any count or measure of a run. Sums of many such numbers are finite.
 LARGEST = 10**18
-# A loss is a few nats; with a larger one a model has diverged, and would spoil the scale of plots.
+# A loss is a few nats. A model with a larger loss has diverged, and would spoil the scale of plots.
 LARGEST_LOSS = 1e6
-# The DHT refuses peers whose clocks differ by more than seconds.
+# An event may be this much in the future: the DHT refuses peers whose clocks differ by more than seconds.
 AHEAD_S = 120.0
-# Longer than any run.
+# An event may be this old: longer than any run.
 BEHIND_S = 366 * 24 * 3600.0
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -103,9 +103,9 @@ KINDS: dict[str, Kind] = {
 
 
 def encode_event(event: Event) -> str:
-    """An event of our own as JSON that `parse_page` takes: cut to its limits, and null where a number is beyond them.
+    """An event of our own as JSON that passes `parse_page`: texts and lists are cut to its limits, larger numbers null.
 
-    An event that cannot be made so (a user's value of another type) becomes one of an unknown kind.
+    An event that does not pass even so, as with a user's value of another type, becomes one of an unknown kind.
     """
     kind = KINDS[event["event"]]
     types = kind.required | kind.optional

@@ -1,7 +1,7 @@
 """Observes a live run: its members, their status, and the events in their logs.
 
-An observer polls every linked member for new events. It uses its own links, or those of a member of the run. Answers
-are checked; a peer that sends malformed events is not asked again.
+An observer polls every linked member for new events, over links of its own or over those of its peer if that is a
+member. Answers are checked, and a peer that sends malformed events is not asked again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from p2ptrain.protocol.wire.transport import Directory, PeerId, Transport
 
 logger = logging.getLogger(__name__)
 
-# Peers aggregate steps over two seconds.
+# Interval of requests for events. Peers aggregate steps over two seconds.
 ASK_EVERY_S = 1.0
-# For a peer that is busy, or whose version has no event log.
+# The same for a peer that is busy, or whose version has no event log.
 ASK_AGAIN_S = 5.0
 ANSWER_TIMEOUT_S = 15.0
-# Which of a member's links are relayed: they change when connections break or are opened (guess).
+# Interval of requests for relayed links, which change when connections break or are opened (guess).
 ASK_RELAYED_EVERY_S = 20.0
 # Interval of lookups. Members announce themselves every 10 s.
 LOOK_EVERY_S = 3.0
@@ -48,9 +48,9 @@ LOST_IN_SIGHT_S = 30.0
 # Members shown at once (the protocol's limit), and members remembered. Bounded because any peer may announce itself.
 MOST_MEMBERS = 128
 MOST_REMEMBERED = 1024
-# When so many events wait for `take`, no peer is asked.
+# While more events than this wait for `take`, no peer is asked.
 MOST_WAITING = 50_000
-# A status is a few words.
+# Length of a status, which is a few words.
 MOST_STATUS = 80
 
 
@@ -59,14 +59,14 @@ class Sighting:
     """The current state of a member.
 
     Attributes:
-        linked: whether we have a link. If not, `status` says why, and the other values are the last known ones.
-        left: whether it left the run on purpose.
+        linked: whether we have a link. If not, `status` says why, and the position is the last known one.
+        left: whether the member left the run on purpose.
         status: its activity, as it reports it.
         step, round, lineage: its position.
         speed: inner steps per second.
         rtt_s: round-trip time; 0 if unknown.
         trouble: why its events are not shown; empty if they are.
-        relayed: the members that its bulk bytes reach through a relay, and which one, or ("") through libp2p alone.
+        relayed: as `MemberInfo.relayed`.
     """
 
     peer_id: PeerId
@@ -84,7 +84,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Batch:
-    """New events of a peer, in their order; `incarnation` is another after its process was restarted."""
+    """New events of a peer, in their order. `incarnation` is that of its process, and changes when that restarts."""
 
     peer_id: PeerId
     incarnation: str
@@ -110,7 +110,7 @@ class Own:
 
 @dataclass
 class _Watched:
-    """A present or past member: the position in its event log, and its dials."""
+    """A present or past member: what we have read of its event log, and our dials of it."""
 
     announced: bool = False
     left: bool = False
@@ -133,7 +133,7 @@ class Observer:
 
     Args:
         run_id: the run.
-        compute: runs the checks of answers.
+        compute: runs the checks of answers in a worker thread.
         clock: seconds since the epoch.
         own: our own peer, if it is a member.
     """
@@ -160,7 +160,7 @@ class Observer:
             await self.watch(links)
 
     async def watch(self, links: Links) -> None:
-        """Poll the members at these links, until cancelled. May be called again with other links after that."""
+        """Poll the members at these links, until cancelled. Afterwards it may be called with other links."""
         self._links = links
         self._followed.clear()
         async with trio.open_nursery() as nursery:
@@ -239,7 +239,7 @@ class Observer:
                 await trio.sleep(LOOK_EVERY_S)
 
     def _know(self, peer_id: PeerId) -> _Watched | None:
-        """The entry of a member; None if there are too many."""
+        """The entry of a member, made if needed; None if there are too many members."""
         watched = self._watched.get(peer_id)
         if watched is not None and self._is_shown(peer_id, watched):
             return watched
@@ -292,7 +292,7 @@ class Observer:
             del self._followed[link.peer_id]
 
     async def _ask(self, links: Links, link: Link, watched: _Watched) -> float:
-        """Request events once. Returns the delay before the next request in seconds."""
+        """Request events once. Returns the seconds until the next request."""
         try:
             answer, payload = await links.request(link, "events", index=watched.last, timeout_s=ANSWER_TIMEOUT_S)
             if not answer.found:

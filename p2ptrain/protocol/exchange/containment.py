@@ -1,7 +1,7 @@
-"""An error of a transfer costs that transfer, and neither the step nor the peer.
+"""Contains errors of transfers: such an error costs that transfer, and neither the step nor the peer.
 
-A GPU may have less memory than it seems: training takes more than it ever did, another process takes it, or what is
-free is in pieces. Training goes on, and what was left out or is late is said in the log.
+A GPU may run out of memory at any time: training may need more than before, another process may take it, or the free
+memory may be in pieces. Training goes on, and the log tells what was left out or is late.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from p2ptrain.errors import PeerLostError
 
 logger = logging.getLogger(__name__)
 
-# Kinds of transfers remembered, rounds among them; beyond it one may be told again.
+# Kinds of transfers that are remembered, each round being one. If there are more, one may be logged again.
 MAX_REMEMBERED = 256
 
 
 class Containment:
-    """Logs contained errors: each bug once, and once for each kind of transfer that the memory of a device is short."""
+    """Logs contained errors: each bug once, and too little memory on a GPU once for each kind of transfer."""
 
     def __init__(self) -> None:
         self._errors = ErrorLog(logger)
@@ -29,7 +29,7 @@ class Containment:
     def note(self, what: str, then: str, error: Exception) -> None:
         """Log an error of a transfer, such as "gathering a fragment", and the consequence: "it is not sent".
 
-        Raises it if a process of our own group is lost: no later step can do without it.
+        Raises the error if a process of our own group is lost, as no step can do without it.
         """
         if isinstance(error, PeerLostError):
             raise error

@@ -3,30 +3,29 @@ snapshots (`snapshots.py`), and lands rounds.
 
 Only an `Exchange` changes the model, on the training thread, and only inside `step()`, `idle()` and `finish_landing()`.
 The node runs elsewhere (on the network thread, or on the same thread under virtual time). They communicate through a
-bounded inbox, single slots that one side fills and the other empties, and the events of `types.ExchangeEvent`, which
-the node receives on its own thread.
+bounded inbox, through single slots that one side fills and the other empties, and through the events of
+`types.ExchangeEvent`, which the node receives on its own thread.
 
-Weights on a GPU are copied beside training (`algorithms/transfers.py`): a step starts a transfer, and a later one
-finishes it. The order of a step's parts is the same. A round that is landing has the old epoch until a step applies it,
-and nothing is reported before. No snapshot is begun meanwhile; one that was begun before has the weights, position,
-tokens and epoch of the step that began it, and so does a push. A fragment that was compared with θ before a landing is
-of an old epoch after it, and is skipped.
+Weights on a GPU are copied beside training (`algorithms/transfers.py`): one step starts a transfer, and a later step
+finishes it. The order of a step's parts is the same. Until a step applies a round that is landing, the epoch is the old
+one, nothing is reported, and no snapshot is begun. A snapshot and a push have the weights, position, tokens and epoch
+of the step that began them. A fragment that was compared with θ before a landing belongs to an old epoch after it, and
+is skipped.
 
-A snapshot or a landing of a large model goes in slices over several steps (`slices.py`), where the training thread
-itself copies the weights. Between the first and the last slice of a landing the weights are of two epochs: no push is
-gathered, and received fragments wait. The epoch, the position and the tokens change with the last slice. A landing
-begins a snapshot that was copied in part again. Without training, and after the run's last round, when all peers must
-have the same weights, there is one slice.
+If the training thread itself copies the weights, a snapshot or a landing of a large model is made in slices over
+several steps (`slices.py`). Between the first and the last slice of a landing the weights are of two epochs: no push is
+gathered, and received fragments wait. The epoch, the position and the tokens change with the last slice. If a landing
+begins before a snapshot is complete, the snapshot begins again. There is only one slice without training, and for the
+run's last round, after which all peers must have the same weights.
 
-Ctrl-C waits for the end of a step: an exception at an arbitrary place could make a change twice, or leave it out.
+Ctrl-C waits for the end of a step: an exception at an arbitrary place could repeat a change, or leave it out.
 
-An error of a transfer, such as missing memory on a GPU, costs that fragment. A snapshot or a landing is tried again at
-the next step; until the round has landed, the node waits for it, so that this peer joins no further one.
+An error of a transfer, such as missing memory on a GPU, costs one fragment. A snapshot or a landing is tried again at
+the next step. This peer joins no further round until the last one has landed.
 
-The position, the landing and each slot (`Pusher`, `Snapshotter`, `Inbox`) are written by both sides, each under a lock
-of its own, which is never held while tensors are read or written. The epoch is replaced as a whole, also under the
-lock; reading it needs none. The node attaches and detaches the listener. Everything else is written by the training
-thread alone.
+Both sides write the position, the landing and the slots (`Pusher`, `Snapshotter`, `Inbox`), each under a lock of its
+own, which is never held while tensors are read or written. The epoch is replaced as a whole, also under the lock;
+reading it needs no lock. The node attaches and detaches the listener. Only the training thread writes anything else.
 """
 
 from __future__ import annotations
@@ -71,17 +70,17 @@ class Exchange:
     Args:
         view: of the live trainable parameters, which are changed in place, inside `step()` only.
         averaged: what rounds average: the parameters and the inner optimizer's moments; None: only the parameters.
-        transfers: of the parameters; None: they are read and written at once, as moments always are.
+        transfers: copies parameters; None: they are read and written at once, as moments always are.
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's thread, soon.
-        cpu_clock: CPU seconds of the thread that calls it; simulations leave it out, and gossip costs nothing there.
+        cpu_clock: CPU seconds of the calling thread. Simulations leave it out: gossip costs nothing there.
         drops: what a simulation loses.
 
     Attributes:
         epoch: the last resolved round in the weights.
-        tokens: trained on since our outer gradient was last included.
+        tokens: trained on since our outer gradient was last in a mean.
         inbox: received fragments, and counts of merged and skipped ones.
-        landing_error: the error that a round which is landing has met, until it has landed.
+        landing_error: the last error of a round that is landing; None once it has landed.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Exchange:
         # Tokens in this peer's share, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
         self._is_pairwise = run.is_pairwise
-        # What rounds agree on has no moments with pairwise steps: each peer has its own, and rounds are plain averages.
+        # With pairwise steps each peer has moments of its own, and rounds, which are plain averages, agree on none.
         self._num_moments = 0 if run.is_pairwise else OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
         self._fragment_schedule = run.fragment_schedule
         self._clock = clock
@@ -124,13 +123,11 @@ class Exchange:
         self._last_end_s: float | None = None
         self._rewritten = False
         most_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
-        self._merger = Merger(
-            self._fragments.compare, self.inbox, most_steps, cpu_clock, self._tell_outlier, self._containment
-        )
+        self._merger = Merger(self._fragments.compare, self.inbox, most_steps, cpu_clock, self._tell, self._containment)
         slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._pusher = Pusher(self._fragments.gather, slots_per_step, cpu_clock, self._containment)
         self._snapshotter = Snapshotter(self._flat.read, clock, self._containment)
-        # A landing that was started, whether it may have changed a part of the weights, and the seconds for which it
+        # The landing that was started, whether it may have changed a part of the weights, and for how many seconds it
         # has blocked training so far.
         self._upload: Transfer[None] | None = None
         self._landed_in_part = False
@@ -149,9 +146,9 @@ class Exchange:
         return AnchorState(self.averaged.space.num_blocks, self._num_moments, self.space.num_blocks, anchor)
 
     def new_buffer(self) -> torch.Tensor:
-        """Memory for a snapshot: (num_blocks, 64) float32, with its pages allocated here, not in the training thread.
+        """Memory for a snapshot: (num_blocks, 64) float32, pinned for weights on a GPU. Any thread may call it.
 
-        Any thread may call it. For weights on a GPU it is pinned memory.
+        Its pages are allocated here, so that the training thread need not do that.
         """
         return self._flat.buffer()
 
@@ -164,7 +161,7 @@ class Exchange:
         self._pusher.offer(plan)
 
     def want_snapshot(self, wanted: types.SnapshotWanted | None) -> None:
-        """Request a snapshot at the next due step, or (None) withdraw the request: one already taken is dropped."""
+        """Request a snapshot at the next due step. None withdraws the request, and drops a snapshot already taken."""
         self._snapshotter.want(wanted)
 
     def land(self, landing: types.Landing) -> None:
@@ -183,7 +180,7 @@ class Exchange:
         self._listener = listener
 
     def detach(self) -> None:
-        """Deliver no more events, and forget the node's requests; a landing that was set still lands."""
+        """Deliver no more events, and forget the node's requests. A landing that was set still lands."""
         self._listener = None
         self.want_snapshot(None)
         self._pusher.offer(None)
@@ -192,7 +189,7 @@ class Exchange:
 
     @property
     def snapshot_delay_s(self) -> float:
-        """From the step that takes a snapshot to that which hands it over: a step on a GPU, else nothing."""
+        """From the step that takes a snapshot to the one that hands it over: a step on a GPU, else nothing."""
         return self.step_s if self._flat.pins else 0.0
 
     @property
@@ -220,7 +217,7 @@ class Exchange:
 
     @property
     def round_due(self) -> bool:
-        """Whether a round is due. With pairwise steps, only the one at the end of the run is."""
+        """Whether a round is due. With pairwise steps there is only a round at the end of the run."""
         return self._position.at_length if self._is_pairwise else self._position.due
 
     @property
@@ -241,7 +238,7 @@ class Exchange:
 
     @property
     def max_age_s(self) -> float:
-        """Older fragments do more harm than good: p · delay ≤ 0.15, in this peer's own steps."""
+        """Older fragments do more harm than good: p · delay must be at most 0.15, in this peer's own steps."""
         return self._merger.max_age_s(self.step_s)
 
     def postpone(self) -> None:
@@ -283,9 +280,9 @@ class Exchange:
 
     @interrupt_held()
     def idle(self) -> types.RoundReport | None:
-        """Land a round and take a snapshot without a training step: for waits before and after training.
+        """Land a round and take a snapshot without a training step, before and after training.
 
-        Does not wait for transfers either: call it again while `under_way`.
+        Like `step`, it does not wait for transfers: call it again while `under_way`.
         """
         whole = Slice(self._clock(), math.inf, self._clock)
         report = self._reported(self._land(whole))
@@ -295,7 +292,7 @@ class Exchange:
 
     @interrupt_held()
     def finish_landing(self) -> bool:
-        """Land the rest of a round of which slices have landed. Returns whether all weights are of one epoch now.
+        """Land the rest of a round whose first slices have landed. Returns whether all weights are now of one epoch.
 
         The next step reports the round.
         """
@@ -304,14 +301,14 @@ class Exchange:
         return not self._landed_in_part
 
     def _reported(self, landed: types.RoundReport | None) -> types.RoundReport | None:
-        """The oldest round that landed and was not reported."""
+        """The oldest report that no step has returned yet, after adding one for a round that landed now."""
         if landed is not None:
             self._unreported.append(landed)
         return self._unreported.popleft() if self._unreported else None
 
     @property
     def under_way(self) -> bool:
-        """Whether a transfer that was started is not done: its memory must be kept. Never blocks."""
+        """Whether a transfer is not done, so that its memory must be kept. Never blocks."""
         lands = self._landed_in_part or (self._upload is not None and not self._upload.done)
         return lands or self._snapshotter.under_way or self._merger.under_way or self._pusher.under_way
 
@@ -345,14 +342,14 @@ class Exchange:
         return landing.report
 
     def _apply(self, landing: types.Landing, step_slice: Slice) -> bool:
-        """Go on with changing the weights by a round. Returns whether that is done."""
+        """Begin or continue to change the weights by a round. Returns whether that is done."""
         try:
             if self._upload is None:
                 assert landing.buffer is not None
                 self._upload = self._flat.land(landing.buffer, adds=landing.kind == "add")
             if not has_ended(self._upload):
                 return False
-            self._rewritten = True  # also if an error leaves a part for the next step
+            self._rewritten = True  # even if an error leaves a part for the next step
             self._snapshotter.restart()
             # The weights of a run's last round must not be trained on between two slices.
             self._landed_in_part = not step_slice.finish(self._upload, -math.inf if landing.finished else math.inf)
@@ -379,11 +376,8 @@ class Exchange:
             return
         self._tell(types.SnapshotTaken(*arrived))
 
-    def _tell_outlier(self, sender: str) -> None:
-        self._tell(types.OutlierFound(sender))
-
     def _tell(self, event: types.ExchangeEvent) -> None:
-        """Post an event to the node. What it raises is logged once."""
+        """Post an event to the node. Exceptions there are logged once."""
 
         def deliver() -> None:
             # A snapshot may have been withdrawn or replaced while the weights were read.

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 
 from p2ptrain.protocol.exchange.types import Arrival
 
-# Queued fragments and their bytes: 64 peers at one fragment a step; beyond that the oldest are dropped. The largest
-# fragment has 4 MiB on the wire, 16 MiB here (guess).
+# Queued fragments and their bytes, enough for one a step of 64 peers (guess). If there are more, the oldest are
+# dropped. The largest fragment has 4 MiB on the wire, and 16 MiB here.
 MAX_INBOX = 64
 MAX_INBOX_BYTES = 256 * 1024 * 1024
-# Of one sender at most this many are held back: two peers in step send each other one a step, but not evenly.
+# Fragments of one sender that a step holds back for later ones. Two peers of equal speed send each other one a step, at
+# uneven times.
 MAX_WAITING_PER_SENDER = 2
-# Of one sender at most this many are queued: one for the step, and those that it holds back. So a sender that floods
-# takes no other one's place.
+# Queued fragments of one sender: one for the next step, and those that it may hold back. So a sender that floods does
+# not take the places of others.
 MAX_QUEUED_PER_SENDER = MAX_WAITING_PER_SENDER + 1
 
 
@@ -32,7 +33,7 @@ class Inbox:
         self._skipped_total: Counter[str] = Counter()
 
     def put(self, arrival: Arrival) -> None:
-        """Queue a fragment for the next step. Without room the sender's oldest is dropped, or the oldest. One fits."""
+        """Queue a fragment for the next step. If there is no room, drop the sender's oldest, else the oldest of all."""
         with self._lock:
             same = [other for other in self._waiting if other.sender == arrival.sender]
             if len(same) >= MAX_QUEUED_PER_SENDER:
@@ -41,10 +42,10 @@ class Inbox:
                 self._dropped["superseded"] += 1
             self._append([arrival])
 
-    def count_skipped(self, reason: str, n: int = 1) -> None:
-        """Count fragments that were skipped before they were queued."""
+    def count_skipped(self, reason: str) -> None:
+        """Count a fragment that was skipped before it was queued."""
         with self._lock:
-            self._dropped[reason] += n
+            self._dropped[reason] += 1
 
     def take(self) -> tuple[list[Arrival], Counter[str]]:
         """All queued fragments, oldest first, and how many were skipped since the last call, by reason."""
@@ -62,12 +63,12 @@ class Inbox:
         """Record the result of a step, and queue again what it held back, before what arrived meanwhile.
 
         Args:
-            held_back: of each sender the newest few are queued again.
-            merged: number merged; `age_steps` is the sum of their ages in our steps.
-            skipped: number skipped, by reason.
+            held_back: the newest few of each sender are queued again.
+            merged: number of merged fragments. `age_steps` is the sum of their ages in our steps.
+            skipped: number of skipped fragments, by reason.
 
         Returns:
-            `skipped`, plus the fragments that were held back but not queued again.
+            `skipped`, plus those that were held back and are not queued again.
         """
         kept, all_skipped = _newest(held_back, skipped)
         with self._lock:
@@ -81,7 +82,7 @@ class Inbox:
         return dict(all_skipped)
 
     def take_counts(self) -> tuple[int, dict[str, int], float]:
-        """Fragments merged and skipped by reason since the last call, and the mean age of merged ones in our steps."""
+        """Since the last call: fragments merged, skipped by reason, and the mean age of merged ones in our steps."""
         with self._lock:
             merged, skipped, age_steps = self._merged_total, dict(self._skipped_total), self._age_steps_total
             self._merged_total, self._skipped_total, self._age_steps_total = 0, Counter(), 0.0

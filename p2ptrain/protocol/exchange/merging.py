@@ -1,9 +1,9 @@
-"""Which received fragments are merged in a step, with what weights, and which are skipped.
+"""Decides which received fragments a step merges, with what weights, and which it skips. Merges them.
 
-Of each sender a step looks at one fragment and merges at most one, so that sending more gives neither weight nor
-further tries. Where comparing a fragment with θ ends in a later step, it is merged there: with the θ of that step, if
-it is still of our epoch and young enough, and weighed with what else that step merges. Until then further fragments
-wait, if there are too many of its sender, or too large ones of all.
+A step looks at one fragment of each sender and merges at most one, so that a sender gains neither weight nor further
+tries by sending more. If comparing a fragment with θ ends in a later step, that step merges it with its own θ, if the
+fragment is still of our epoch and young enough, and weighs it together with the other fragments of that step. Until
+then further fragments wait, if too many of the same sender or too large ones of all senders are being compared.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from p2ptrain.algorithms.sparta import ClipRule, merge_weights
 from p2ptrain.algorithms.transfers import Comparison, Transfer, has_ended
 from p2ptrain.protocol.exchange.containment import Containment
 from p2ptrain.protocol.exchange.inbox import Inbox
-from p2ptrain.protocol.exchange.types import Arrival, Epoch
+from p2ptrain.protocol.exchange.types import Arrival, Epoch, OutlierFound
 
 Blocks = npt.NDArray[np.int64]
 Compare = Callable[[BlockPlan, torch.Tensor], Transfer[Comparison]]
 
 # Comparisons of one sender's fragments that may be under way: enough for one a step if each takes three steps more.
-# Those that wait longer become too old (simulated with up to three).
+# Fragments that wait longer become too old (simulated with up to three).
 MOST_OF_SENDER = 3
-# Values of all of them; on a GPU each needs three times as much while it is under way. Four of the largest (guess).
+# Bytes of all fragments being compared: four of the largest (guess). A GPU needs three times as much meanwhile.
 MOST_VALUES_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """A fragment whose comparison with θ was started. `cpu_s`: CPU seconds that it took so far."""
+    """A fragment whose comparison with θ has begun. `cpu_s`: CPU seconds that this took."""
 
     arrival: Arrival
     comparison: Transfer[Comparison]
@@ -44,13 +44,13 @@ class _Compared:
 
 @dataclass(slots=True)
 class _Pass:
-    """What one step merges: what holds in that step, and what came of it.
+    """The merging of one step: the conditions of that step, and the results so far.
 
     Attributes:
         now: on the clock of the arrivals.
-        covered: the blocks of each fragment merged.
+        covered: the blocks of each merged fragment.
         held_back: fragments for later steps.
-        age_steps: sum of the ages of those merged, in our steps.
+        age_steps: sum of the ages of merged fragments, in our steps.
     """
 
     now: float
@@ -63,7 +63,7 @@ class _Pass:
     age_steps: float = 0.0
 
     def refuses(self, arrival: Arrival) -> bool:
-        """Whether a fragment is not merged, also not later. Counts it then."""
+        """Whether a fragment is merged neither now nor later. Counts it as skipped then."""
         if self.age_s(arrival) > self.max_age_s:
             reason = "too_old"
         elif arrival.epoch.lineage != self.epoch.lineage or arrival.epoch.round < self.epoch.round:
@@ -73,10 +73,6 @@ class _Pass:
         self.skipped[reason] += 1
         return True
 
-    def note_merged(self, arrival: Arrival) -> None:
-        self.covered.append(arrival.plan.blocks)
-        self.age_steps += self.age_s(arrival) / self.step_s
-
     def age_s(self, arrival: Arrival) -> float:
         return arrival.age_s + self.now - arrival.arrived_s
 
@@ -85,14 +81,14 @@ class Merger:
     """Merges the fragments of an inbox into the weights. For the training thread.
 
     Args:
-        compare: begins to compare the plan's blocks of θ with received ones (`FragmentTransfers.compare`).
+        compare: begins to compare a plan's blocks of θ with received ones (`FragmentTransfers.compare`).
         max_age_steps: fragments that are older, in our own steps, are skipped.
-        cpu_clock: CPU seconds of the thread that calls it.
-        on_outlier: called with a peer whose fragments were refused 100 times in a row.
-        containment: is told of errors, each of which costs a fragment.
+        cpu_clock: CPU seconds of the calling thread.
+        tell: takes the events of the exchange.
+        containment: logs errors, each of which costs a fragment.
 
     Attributes:
-        mixed: the blocks of each fragment that may have changed weights since this list was cleared.
+        mixed: the blocks of each fragment that may have changed weights. The owner clears this list.
         cpu_s: CPU seconds of merging the last fragment.
     """
 
@@ -102,7 +98,7 @@ class Merger:
         inbox: Inbox,
         max_age_steps: float,
         cpu_clock: Callable[[], float],
-        on_outlier: Callable[[str], None],
+        tell: Callable[[OutlierFound], None],
         containment: Containment,
     ) -> None:
         self.mixed: list[Blocks] = []
@@ -111,13 +107,13 @@ class Merger:
         self._inbox = inbox
         self._max_age_steps = max_age_steps
         self._cpu_clock = cpu_clock
-        self._on_outlier = on_outlier
+        self._tell = tell
         self._containment = containment
         self._clip = ClipRule()
         self._under_way: list[_Compared] = []
 
     def max_age_s(self, step_s: float) -> float:
-        """The age from which on a fragment is skipped."""
+        """Older fragments are skipped."""
         return self._max_age_steps * max(step_s, 1e-3)
 
     def step(self, now: float, epoch: Epoch, step_s: float) -> tuple[int, dict[str, int]]:
@@ -140,12 +136,13 @@ class Merger:
             # A round may have landed since.
             if not current.refuses(compared.arrival):
                 self._merge(compared, current)
-        looked_at = {sender for sender, count in self._counts().items() if count >= MOST_OF_SENDER}
+        counts = Counter(compared.arrival.sender for compared in self._under_way)
+        looked_at = {sender for sender, count in counts.items() if count >= MOST_OF_SENDER}
         for arrival in arrivals:
             if current.refuses(arrival):
                 continue
             if arrival.epoch.round > epoch.round or arrival.sender in looked_at or not self._has_room(arrival):
-                # The round has landed at the sender and not here yet, it is not the sender's turn, or there are many.
+                # Its round has landed at the sender and not here, the sender had its turn, or there is no room.
                 current.held_back.append(arrival)
                 continue
             looked_at.add(arrival.sender)
@@ -165,7 +162,7 @@ class Merger:
         return not all(compared.comparison.done for compared in self._under_way)
 
     def _take_ready(self) -> list[_Compared]:
-        """Take those that this step merges: of each sender the comparison that began first, if it is done."""
+        """Remove and return the comparisons for this step: the one of each sender that began first, if it is done."""
         ready: list[_Compared] = []
         left: list[_Compared] = []
         seen: set[str] = set()
@@ -176,11 +173,8 @@ class Merger:
         self._under_way = left
         return ready
 
-    def _counts(self) -> Counter[str]:
-        return Counter(compared.arrival.sender for compared in self._under_way)
-
     def _has_room(self, arrival: Arrival) -> bool:
-        """Whether the memory for comparing this fragment may be taken too. One of any size may."""
+        """Whether there is memory to compare this fragment too. One of any size is always allowed."""
         taken = sum(compared.arrival.values.nbytes for compared in self._under_way)
         return not taken or taken + arrival.values.nbytes <= MOST_VALUES_BYTES
 
@@ -195,7 +189,7 @@ class Merger:
         return _Compared(arrival, comparison, self._cpu_clock() - start_s)
 
     def _merge(self, compared: _Compared, current: _Pass) -> None:
-        """Merge a fragment whose comparison is done, if it is near enough."""
+        """Merge a fragment whose comparison is done, if it is close enough to θ."""
         arrival, start_s = compared.arrival, self._cpu_clock() - compared.cpu_s
         weight = merge_weights(current.covered, arrival.plan.blocks)
         try:
@@ -203,18 +197,19 @@ class Merger:
             limit = self._clip.limit(comparison.own_rms)
             rms = comparison.mix(weight if isinstance(weight, float) else torch.from_numpy(weight), limit)
         except Exception as error:
-            self.mixed.append(arrival.plan.blocks)  # some may have changed
+            self.mixed.append(arrival.plan.blocks)  # some of them may have changed
             self._note_failed(error, current)
             return
         mixed = rms <= limit
         self._clip.record(arrival.sender, rms, mixed=mixed)
         if mixed:
             self.mixed.append(arrival.plan.blocks)
-            current.note_merged(arrival)
+            current.covered.append(arrival.plan.blocks)
+            current.age_steps += current.age_s(arrival) / current.step_s
         else:
             current.skipped["clipped"] += 1
             if self._clip.is_outlier(arrival.sender):
-                self._on_outlier(arrival.sender)
+                self._tell(OutlierFound(arrival.sender))
         self.cpu_s = self._cpu_clock() - start_s
 
     def _note_failed(self, error: Exception, current: _Pass) -> None:

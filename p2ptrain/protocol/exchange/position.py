@@ -1,4 +1,4 @@
-"""A peer's position in the run: its own steps, and the same in steps of the run. Pure."""
+"""A peer's position in the run, in its own steps and in steps of the run. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Position:
 
     Attributes:
         run_sync_every: the run's H, in inner steps.
-        total_steps: length of the run in its steps; 0 for no end.
+        total_steps: length of the run, in steps of the run; 0 for no end.
         sync_every: this peer's own H until the next round.
-        steps: inner steps since it joined.
-        base_at_steps, base_run_step: its steps and the run's step at the start of this interval.
+        steps: inner steps since this peer joined.
+        base_at_steps, base_run_step: `steps` and `run_step` at the start of this interval.
     """
 
     run_sync_every: int
@@ -68,6 +68,6 @@ class Position:
         return dataclasses.replace(self, base_run_step=self.run_step, base_at_steps=self.steps)
 
     def landed(self, run_step: int, sync_every: int, since_steps: int | None) -> Position:
-        """After a round has landed. The next interval counts from our step `since_steps`, or from now (None)."""
+        """After a round has landed. The next interval begins at our step `since_steps`, or now (None)."""
         begins_at = self.steps if since_steps is None else since_steps
         return dataclasses.replace(self, base_run_step=run_step, base_at_steps=begins_at, sync_every=sync_every)

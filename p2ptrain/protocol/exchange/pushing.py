@@ -1,7 +1,7 @@
-"""Which pushes a step gathers, and which of those that earlier steps began have arrived in host memory.
+"""Decides when a step gathers a push, and hands over those that have arrived in host memory.
 
-The node offers one plan at a time. A step takes it once the run's rate has a fragment due, and the node then offers the
-next one, also if the copy to host memory takes a step or two more.
+The node offers one plan at a time. A step takes it once a fragment is due by the run's rate. The node then offers the
+next one, even if the copy to host memory takes a step or two more.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from p2ptrain.algorithms.transfers import Transfer, has_ended
 from p2ptrain.protocol.exchange.containment import Containment
 from p2ptrain.protocol.exchange.types import Epoch, Push, PushPlan
 
-# Pushes that may be on their way to host memory; until one has arrived, no other begins. A copy takes a step or two
-# (guess).
+# Pushes that may be on their way to host memory. With that many, no other begins. A copy takes a step or two (guess).
 MOST_PUSHES_UNDER_WAY = 4
 
 
@@ -27,9 +26,9 @@ class Pusher:
 
     Args:
         gather: begins to copy a plan's blocks of θ (`FragmentTransfers.gather`).
-        slots_per_step: slots that a step pushes at the rate 1.
-        cpu_clock: CPU seconds of the thread that calls it.
-        containment: is told of errors, each of which costs a push.
+        slots_per_step: slots that a step pushes at rate 1.
+        cpu_clock: CPU seconds of the calling thread.
+        containment: logs errors, each of which costs a push.
     """
 
     def __init__(
@@ -44,19 +43,19 @@ class Pusher:
         self._cpu_clock = cpu_clock
         self._containment = containment
         self._credit = 0.0
-        # Those that have begun, in order, and what makes pushes of their values.
+        # Transfers that have begun, in order, each with the function that makes a push of its values.
         self._under_way: deque[tuple[Transfer[torch.Tensor], Callable[[torch.Tensor], Push]]] = deque()
         # Written by both sides, under the lock.
         self._lock = threading.Lock()
         self._plan: PushPlan | None = None
 
     def offer(self, plan: PushPlan | None) -> None:
-        """Set the next slots to gather; None: forget those that were set. Any thread may call it."""
+        """Set the next slots to gather; None forgets those that were set. Any thread may call it."""
         with self._lock:
             self._plan = plan
 
     def begin(self, now: float, rate: float, epoch: Epoch, steps: int) -> bool:
-        """Begin to gather the plan that was offered, if it is due. Returns whether it was.
+        """Begin to gather the offered plan, if it is due. Returns whether it was taken.
 
         Args:
             now: on the node's clock.
@@ -71,7 +70,7 @@ class Pusher:
             if len(self._under_way) >= MOST_PUSHES_UNDER_WAY:
                 return False
             self._plan = None
-        # Pushes that were missed are not made up for later.
+        # Missed pushes are not made up for later.
         self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
         start_s = self._cpu_clock()
         try:
@@ -84,7 +83,7 @@ class Pusher:
         return True
 
     def take_arrived(self) -> list[Push]:
-        """Those that have arrived in host memory, in order."""
+        """Remove and return the pushes that have arrived in host memory, in order."""
         arrived: list[Push] = []
         for ended in [has_ended(gathered) for gathered, _ in self._under_way]:
             if not ended:

@@ -1,8 +1,8 @@
-"""How much of a long transfer one step does.
+"""Decides how much of a long transfer one step does.
 
-To copy or change all weights of a large model takes the training thread long: at 350M parameters as long as one step or
-several. Then each step does a slice of it, in pieces (`Transfer.advance`), so that the exchange makes no step longer
-than 1.5 times its usual length. What takes less than a step's share is done in one, as it is for small models.
+Copying or changing all weights of a large model takes the training thread long: at 350M parameters as long as one step
+or several. So each step does only a slice, in pieces (`Transfer.advance`), and no step takes longer than 1.5 times its
+usual length. A transfer that takes less than a step's share, as for small models, is done in one step.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from p2ptrain.algorithms.transfers import Transfer
 
-# A step's share for snapshots and landings, of its usual length. Fragments have the rest of the half (guess).
+# Time for snapshots and landings in a step, as a share of its usual length. Fragments may take another tenth (guess).
 SHARE = 0.4
-# The share is at least this: what takes less is not worth a second step (guess).
+# The time is at least this: a shorter transfer is not worth a second step (guess).
 LEAST_S = 0.005
 
 
@@ -25,9 +25,9 @@ class Slice:
     """The time that one step has for snapshots and landings.
 
     Attributes:
-        began_s: when its exchange began.
-        step_s: the usual time between two exchanges; infinite where no training waits for this one.
-        clock: the time now.
+        began_s: when the step's exchange began.
+        step_s: the usual time between two exchanges; infinite if no training waits.
+        clock: returns the time now.
     """
 
     began_s: float
@@ -35,10 +35,10 @@ class Slice:
     clock: Callable[[], float]
 
     def finish(self, transfer: Transfer[Any], by_s: float = math.inf) -> bool:
-        """Finish a transfer that is done, or make at least one piece of it. Returns whether it is finished.
+        """Do at least one piece of a transfer, and as many as fit this slice. Returns whether the transfer is finished.
 
         Args:
-            by_s: when it must be finished: at once, if the next step's slice would come too late.
+            by_s: when the transfer must be finished. It is finished now if the next step's slice would be too late.
         """
         end_s = self.began_s + max(SHARE * self.step_s, LEAST_S)
         if end_s + self.step_s > by_s:

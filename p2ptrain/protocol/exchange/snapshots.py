@@ -1,12 +1,12 @@
-"""Snapshots of the weights: which one the node wants, and which copy is on its way into host memory.
+"""Takes snapshots of the weights for the node.
 
-The node requests one at a time, and may withdraw its request while the weights are copied: what was copied is then
-dropped. A copy that fails is made again at the next step.
+The node requests one at a time. If it withdraws its request while the weights are copied, the copy is dropped. A copy
+that fails is made again at the next step.
 
 A large model is copied in slices over several steps. A fragment that is merged meanwhile changes a block before or
-after it is copied, and both are right: the outer gradient is the anchor minus whatever was copied, and a landing adds
-to the weights, so what a block has learned since stays there. If a round changes the weights meanwhile, the copy is
-begun again, because its blocks would be of two epochs.
+after that is copied, and both are right: the outer gradient is the anchor minus the copy, and a landing adds to the
+weights, so a block keeps what it learned after the copy. If a round changes the weights meanwhile, the copy begins
+again, as its blocks would be of two epochs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from p2ptrain.protocol.exchange.types import Epoch, Snapshot, SnapshotWanted
 
 @dataclass(slots=True)
 class _Taking:
-    """A snapshot on its way into host memory, and the request for it. `in_part`: its first slice was copied."""
+    """A snapshot on its way into host memory, and the request for it. `in_part`: some slices were copied, not all."""
 
     wanted: SnapshotWanted
     weights: Transfer[None]
@@ -40,7 +40,7 @@ class Snapshotter:
     Args:
         read: begins to copy all that rounds average (`FlatTransfers.read`).
         clock: seconds on the node's clock.
-        containment: is told of errors, each of which costs a try.
+        containment: logs errors, after each of which the copy is tried again.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Snapshotter:
         self._clock = clock
         self._containment = containment
         self._taking: _Taking | None = None
-        # The current request, taken or not; written by the node alone.
+        # The current request, whether or not a step has begun with it. Only the node writes it.
         self._current: SnapshotWanted | None = None
-        # The same until a step begins with it; written by both sides, under the lock.
+        # The same until a step begins with it. Both sides write it, under the lock.
         self._lock = threading.Lock()
         self._untaken: SnapshotWanted | None = None
 
     def want(self, wanted: SnapshotWanted | None) -> None:
-        """Request a snapshot at the next due step, or (None) withdraw the request: one already taken is dropped."""
+        """Request a snapshot at the next due step. None withdraws the request, and drops a snapshot already taken."""
         self._current = wanted
         with self._lock:
             self._untaken = wanted
@@ -67,11 +67,11 @@ class Snapshotter:
         return self._current is wanted
 
     def begin(self, now: float, position_of: Callable[[], Position], epoch: Epoch, tokens: int) -> None:
-        """Begin to take the snapshot that is wanted, if it is due and no other is on its way.
+        """Begin to take the requested snapshot, if it is due and no other is on its way.
 
         Args:
             now: on the node's clock.
-            position_of: the position of this peer; read after the request, which the node writes after it.
+            position_of: returns this peer's position. It is read after the request, as the node writes it before that.
             epoch, tokens: of the weights, for the snapshot.
         """
         if self._taking is not None and not self.is_wanted(self._taking.wanted):
@@ -94,7 +94,7 @@ class Snapshotter:
         self._taking = _Taking(wanted, weights, snapshot)
 
     def take_arrived(self, step_slice: Slice) -> tuple[SnapshotWanted, Snapshot] | None:
-        """The snapshot that has arrived in host memory, with the request for it."""
+        """Copy the next slice. Returns the snapshot and the request for it once all has arrived in host memory."""
         taking = self._taking
         if taking is None or not has_ended(taking.weights):
             return None
@@ -112,7 +112,7 @@ class Snapshotter:
         return taking.wanted, taking.snapshot
 
     def restart(self) -> None:
-        """Drop what slices have copied, and begin again at the next step if it is still wanted."""
+        """Drop a snapshot of which only some slices were copied. The next step begins again if it is still wanted."""
         if self._taking is not None and self._taking.in_part:
             wanted, self._taking = self._taking.wanted, None
             self._put_back(wanted)
@@ -123,11 +123,12 @@ class Snapshotter:
         return self._taking is not None and not self._taking.weights.done
 
     def _want_again(self, wanted: SnapshotWanted, error: Exception) -> None:
-        """A snapshot failed: put its request back, unless it was withdrawn or replaced."""
+        """Log why a snapshot failed, and put its request back."""
         self._containment.note("a snapshot of the weights", "it is tried again at each step", error)
         self._put_back(wanted)
 
     def _put_back(self, wanted: SnapshotWanted) -> None:
+        """Make a request wait for a step again, unless it was withdrawn or replaced."""
         with self._lock:
             if self._untaken is None and self.is_wanted(wanted):
                 self._untaken = wanted

@@ -1,6 +1,6 @@
 """Values passed between the training thread and the node.
 
-An exchange tells its node the events of `ExchangeEvent`, which `Node` matches in one place. The node sets one
+An exchange sends its node the events of `ExchangeEvent`, which `Node.receive` matches. The node sets at most one
 `PushPlan`, one `SnapshotWanted` and one `Landing` at a time for the next step.
 """
 
@@ -53,7 +53,10 @@ class PushPlan:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """The values of a plan's blocks at `gathered_s`, (n, 64) float32, owned by the receiver. `cpu_s`: of gathering."""
+    """The values of a plan's blocks at `gathered_s`, (n, 64) float32, owned by the receiver.
+
+    `cpu_s`: CPU seconds of gathering them.
+    """
 
     plan: PushPlan
     epoch: Epoch
@@ -65,10 +68,10 @@ class Push:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The weights when a round became due; `epoch` is the one before the round.
+    """The weights when a round became due. `epoch` is that before the round.
 
-    Position and tokens are of the step that began to copy them. Where that took several steps (`slices.py`), each block
-    is of one of these, so it may have learned from a few steps more.
+    Position and tokens are those of the step that began to copy the weights. If that took several steps (`slices.py`),
+    each block is of one of these, and so may have learned from a few steps more.
     """
 
     epoch: Epoch
@@ -82,9 +85,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWanted:
-    """A request to copy the weights into `buffer` when the round is due, or from `latest_s` on at the latest.
+    """A request to copy the weights into `buffer` when the round is due, or at the first step after `latest_s`.
 
-    At `whole_by_s` it should be complete. `for_pair`: for a step with a partner, not for a round.
+    The copy should be complete at `whole_by_s`. `for_pair`: for a step with a partner, not for a round.
     """
 
     buffer: torch.Tensor
@@ -98,12 +101,12 @@ class Landing:
     """The effect of a resolved round on the weights.
 
     `kind`: "add" adds `buffer` to θ, "write" sets θ to it (both set the inner moments, if rounds average them), "keep"
-    leaves θ unchanged. The next interval counts from step `snapshot_steps` (None: from now). `included_tokens` are no
-    longer outstanding: the round averaged them in.
+    leaves θ unchanged. The next interval begins at step `snapshot_steps` (None: now). `included_tokens`: how many of
+    our tokens the round's mean includes.
 
-    The node owns `buffer`; the training thread, or a GPU, only reads it, until `LandingDone`. Once an "add" has landed,
-    the pages of its buffer are returned, unless they are pinned: nobody may read it again. The buffer of a "write" is
-    the live anchor.
+    The node owns `buffer`. The training thread, or a GPU, reads it until `LandingDone`. Once an "add" has landed, the
+    pages of its buffer are returned to the system unless they are pinned, so it may not be read again. The buffer of a
+    "write" is the live anchor.
     """
 
     kind: LandingKind
@@ -111,10 +114,10 @@ class Landing:
     epoch: Epoch
     sync_every: int
     run_step: int
-    included_tokens: int
-    snapshot_steps: int | None
-    report: RoundReport | None
-    finished: bool
+    included_tokens: int = 0
+    snapshot_steps: int | None = None
+    report: RoundReport | None = None
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +127,7 @@ class RoundDue:
 
 @dataclass(frozen=True, slots=True)
 class PushBegun:
-    """Gathering the offered plan began at `began_s`. Its `Push` came before if it was gathered at once, else it comes
-    after a later step.
-    """
+    """Gathering the offered plan began at `began_s`. Its `Push` came just before, or follows after a later step."""
 
     began_s: float
 
@@ -158,14 +159,14 @@ ExchangeEvent = RoundDue | PushBegun | Push | SnapshotTaken | LandingDone | Outl
 
 
 class ExchangeListener(Protocol):
-    """What an exchange tells, a node receives."""
+    """Receives the events of an exchange: a node."""
 
     def receive(self, event: ExchangeEvent) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Drops:
-    """Simulated loss: whether to drop a received fragment, and the outer gradient of an interval (DiLoCo, figure 8)."""
+    """Simulated loss: whether to drop a received fragment, or the outer gradient of an interval (DiLoCo, figure 8)."""
 
     fragment: Callable[[], bool] = lambda: False
     gradient: Callable[[], bool] = lambda: False
@@ -176,7 +177,7 @@ NO_DROPS = Drops()
 
 @dataclass(frozen=True)
 class RoundReport:
-    """The result of a round for this peer; bytes are this peer's own."""
+    """The result of a round for this peer. Bytes are those that this peer sent and received."""
 
     round: int
     status: Literal["committed", "solo", "skipped"]

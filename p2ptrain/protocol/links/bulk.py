@@ -1,9 +1,8 @@
-"""Bulk connections: beside a link, a connection of its own for round chunks, means and state.
+"""Opens and accepts bulk connections: direct connections beside a link, for round chunks, means and state.
 
-A link's stream passes through libp2p's daemon, which multiplexes it with others. Where two peers can dial each other,
-their bulk bytes take a connection that they open for that, and close when it is not used any more. It belongs to the
-link: it is opened with what both Hellos say, only frames with a payload pass on it, and it ends with the link. Where
-none can be opened, bulk bytes take the link's stream.
+A link's stream passes through libp2p's daemon, which multiplexes it with others. Two peers that can dial each other
+open a bulk connection for their bulk bytes, and close it after a while without use. It belongs to the link: both Hellos
+offer it, and it ends with the link. If none can be opened, bulk bytes take the link's stream.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
-# At once, those that others opened included. A round has at most 64 members.
+# Open connections, including those that others opened. A round has at most 64 members.
 MAX_CONNECTIONS = 64
-# Of one link: each side may open one, and another one when that was not used for a while.
+# Open connections of one link: each side may open one, and another one when the first was not used for a while.
 MAX_PER_LINK = 4
-# From the dial to the acceptor's Ack: five round trips of 0.6 s. Bulk bytes wait for it (guess).
+# From the dial to the acceptor's Ack, while bulk bytes wait: five round trips of 0.6 s (guess).
 OPEN_TIMEOUT_S = 3.0
-# The other side may not have our Hello yet, and is tried once more after this long (guess).
+# The other side may not have our Hello yet, so a failed dial is repeated once after this long (guess).
 REDIAL_AFTER_S = 0.5
 # A peer that could not be reached, or whose connection broke, is tried again after this long (guess).
 RETRY_S = 600.0
-# A peer that ends closes its connections at once: so long the link has to say so (guess).
+# A peer that ends closes its connections at once. Its Leave may arrive on the link up to this much later (guess).
 WAIT_FOR_LEAVE_S = 1.0
 # An Ack has no fields.
 MAX_ACK_BYTES = 16
-# Of the reason in the log.
+# Length of a reason in the log.
 MAX_REASON = 200
-# Peers remembered for that; the oldest is forgotten.
+# Peers whose failed connections are remembered; the oldest is forgotten.
 MAX_REMEMBERED = 4096
 
 
@@ -51,13 +50,13 @@ class BulkConnections:
     """Opens and accepts the bulk connections of a peer's links.
 
     Args:
-        transport: None: none are possible.
+        transport: None if no connections are possible.
         live: the peer's links.
-        containing: what an exception in its block costs a link, as `Links.containing`.
+        containing: `Links.containing`.
         errors: logs exceptions of our code.
 
     Attributes:
-        count: connections that are served.
+        count: open connections.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class BulkConnections:
         self._live = live
         self._containing = containing
         self._opening: dict[Link, trio.Event] = {}
-        # The offers that did not work, and until when they are not tried again.
+        # For each peer that was not reached: its offer at that time, and until when it is not dialled again.
         self._retry_s: dict[PeerId, tuple[bytes, float]] = {}
         self.count = 0
         self._nursery: trio.Nursery | None = None
@@ -87,7 +86,7 @@ class BulkConnections:
             self._nursery = None
 
     def begin(self, link: Link) -> None:
-        """A link begins: accept its peer's connections, if it trains. Raises WireError if its Hello is malformed."""
+        """A link begins: accept connections of its peer, if that trains. Raises WireError if its Hello is malformed."""
         if self._transport is not None and link.hello.role == TRAINER:
             if self._retry_s.get(link.peer_id, (b"", 0.0))[0] != link.hello.bulk:
                 self._retry_s.pop(link.peer_id, None)  # it was restarted
@@ -99,12 +98,12 @@ class BulkConnections:
             self._transport.admit(link.peer_id, b"")
 
     def open_soon(self, links: Iterable[Link]) -> None:
-        """Open connections to these peers, with which bulk bytes will be exchanged, where there are none."""
+        """Start to open connections to these peers, as bulk bytes will be exchanged with them soon."""
         for link in links:
             self._start(link)
 
     async def opened(self, link: Link) -> None:
-        """Return once it is known whether a link has a connection; opens one if possible. Takes at most 3 s."""
+        """Open a connection for a link, if it has none and one is possible. Takes at most 3 s."""
         if (opening := self._start(link)) is None:
             return
         async with trio.open_nursery() as nursery:
@@ -118,7 +117,7 @@ class BulkConnections:
             nursery.cancel_scope.cancel()
 
     def is_impossible(self, link: Link) -> bool:
-        """Whether the link has no connection and gets none: one side offers none, or it was tried not long ago."""
+        """Whether the link has no connection and gets none: a side offers none, or a dial failed not long ago."""
         return not link.has_bulk_connection and (not self._both_offer(link) or self._is_refused(link.peer_id))
 
     def _both_offer(self, link: Link) -> bool:
@@ -128,7 +127,7 @@ class BulkConnections:
         return trio.current_time() < self._retry_s.get(peer_id, (b"", -math.inf))[1]
 
     def _start(self, link: Link) -> trio.Event | None:
-        """Set when the attempt to open a connection ends; None if none is needed or possible."""
+        """Start to open a connection, if one is needed and possible. The event is set when that attempt ends."""
         if link in self._opening or link.has_bulk_connection or link.lost.is_set():
             return self._opening.get(link)
         transport, nursery = self._transport, self._nursery
@@ -160,7 +159,7 @@ class BulkConnections:
             self._opening.pop(link).set()
 
     async def _dial(self, transport: BulkTransport, link: Link) -> tuple[Stream, FrameReader]:
-        """Open a connection that the other side has taken. Raises PeerLostError."""
+        """Open a connection, and wait until the other side has accepted it. Raises PeerLostError."""
         stream = await transport.open(link.peer_id, link.hello.bulk, link.hello.maddrs)
         try:
             reader = FrameReader(stream, max_body_bytes=MAX_ACK_BYTES)
@@ -206,7 +205,7 @@ class BulkConnections:
             await self._end_broken(link, why)
 
     async def _end_broken(self, link: Link, why: str) -> None:
-        """Close the link, as frames may be lost, unless its stream says first that the peer has left, or is lost."""
+        """Close the link, as frames may be lost. First wait a moment for its stream to say why: a Leave may come."""
         with trio.move_on_after(WAIT_FOR_LEAVE_S):
             await link.lost.wait()
             return
@@ -215,7 +214,7 @@ class BulkConnections:
 
     def _note_failed(self, link: Link, why: str) -> None:
         if link.lost.is_set() or link.has_bulk_connection:
-            return  # the other side has opened one meanwhile, or there is no use for it
+            return  # the link has ended, or the other side has opened one meanwhile
         told = logging.DEBUG if self._retry_s.pop(link.peer_id, None) else logging.INFO
         logger.log(
             told,

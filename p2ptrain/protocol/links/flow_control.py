@@ -1,8 +1,8 @@
 """Limits the unacknowledged bulk bytes of one link.
 
-The transport shares one connection per pair of peers and buffers megabytes. So no more is unacknowledged than the path
-carries in its round trip and a quarter of a second. The path's rate is the largest delivered over the last ten round
-trips, as BBR estimates it (Cardwell et al., "BBR: Congestion-Based Congestion Control", 2016; the samples are those of
+The transport shares one connection per pair of peers and buffers megabytes. So this limit is what the path carries in
+its round trip and a quarter of a second. The path's rate is the largest of the last ten round trips, as in BBR
+(Cardwell et al., "BBR: Congestion-Based Congestion Control", 2016; the samples are those of
 draft-cheng-iccrg-delivery-rate-estimation). `now` is in seconds on any clock.
 """
 
@@ -13,18 +13,19 @@ from dataclasses import dataclass
 
 from p2ptrain.errors import WireError
 
-# Unacknowledged bulk bytes: what the path carries in its round trip and 0.25 s, but at least 64 KiB, and 256 KiB until
-# a flight has filled the path (4 s of an uplink of 64 kB/s, less than a heartbeat may be late). The quarter of a second
-# covers busy machines, and lets the measured rate rise: at a round trip of 0.2 s, 2.25 times with each. A frame is sent
-# while there are less.
+# A frame is sent while fewer bulk bytes are unacknowledged than the path carries in its round trip and 0.25 s, or than
+# 64 KiB, or than 256 KiB until a flight has filled the path (4 s of an uplink of 64 kB/s; a heartbeat may be later than
+# that). The quarter of a second covers busy machines, and lets the measured rate rise: at a round trip of 0.2 s, 2.25
+# times with each.
 FIRST_WINDOW_BYTES = 256 * 1024
 MIN_WINDOW_BYTES = 64 * 1024
 WINDOW_S = 0.25
-# The rate is the largest of so many round trips (BBR), each with the quarter of a second that the window adds.
+# The rate is the largest within this many round trips (BBR), each with the quarter of a second that the window adds.
 RATE_ROUND_TRIPS = 10
-# Heartbeats remembered, one per second: the shortest round trip is the path's own; others include waiting behind bulk.
+# Heartbeats remembered, one per second. The shortest round trip is the path's own; in others, the heartbeat waited
+# behind bulk bytes.
 ROUND_TRIPS = 60
-# A longer one comes from a clock that jumped or a false echo.
+# A longer round trip comes from a clock that jumped, or a false echo.
 MAX_ROUND_TRIP_S = 60.0
 # The receiver acknowledges after at most this many bytes, so that a minimal window never stalls.
 ACK_EVERY_BYTES = 24 * 1024
@@ -32,12 +33,13 @@ ACK_EVERY_BYTES = 24 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A bulk frame that is not acknowledged, and what was known when it was sent.
+    """A bulk frame that is not acknowledged.
 
     Attributes:
-        end: bytes sent in all, with this frame.
-        sent_s, first_sent_s: when it was sent, and when the last frame acknowledged by then was.
-        acked, acked_s: bytes acknowledged by then, and since when.
+        end: bytes sent in all, including this frame.
+        sent_s: when it was sent.
+        first_sent_s: when the last frame that was acknowledged by then had been sent.
+        acked, acked_s: how many bytes were acknowledged by then, and when the last of them.
         fills: whether it filled the window.
     """
 
@@ -55,30 +57,26 @@ class FlowControl:
     Attributes:
         rtt_s: smoothed round trip; 0 if unknown.
         in_flight: bulk bytes sent and not acknowledged.
+        acked: bulk bytes acknowledged by the receiver.
     """
 
     def __init__(self) -> None:
         self.rtt_s = 0.0
         self.in_flight = 0
         self._round_trips: deque[float] = deque(maxlen=ROUND_TRIPS)
-        self._acked = 0
+        self.acked = 0
         self._acked_s = 0.0
         self._first_sent_s = 0.0
         self._received = 0
         self._told = 0
         self._flights: deque[_Flight] = deque()
-        # When each was measured, and the rates that are or can still become the largest, in falling order.
+        # The rates that are or can still become the largest, with the time of each; the rates fall.
         self._rates: deque[tuple[float, float]] = deque()
         self._filled = False
 
     @property
-    def acked(self) -> int:
-        """Bulk bytes that the receiver has acknowledged."""
-        return self._acked
-
-    @property
     def rate_bytes_s(self) -> float:
-        """Bulk bytes per second that the path carries; 0 if unknown, and less than it could if it was never filled."""
+        """Bulk bytes per second that the path carries; 0 if unknown, and too low if the path was never filled."""
         return self._rates[0][1] if self._rates else 0.0
 
     @property
@@ -103,17 +101,17 @@ class FlowControl:
         if self.in_flight == 0:
             self._acked_s = self._first_sent_s = now
         self.in_flight += size_bytes
-        end, fills = self._acked + self.in_flight, self.in_flight >= self.window_bytes
-        self._flights.append(_Flight(end, now, self._first_sent_s, self._acked, self._acked_s, fills))
+        end, fills = self.acked + self.in_flight, self.in_flight >= self.window_bytes
+        self._flights.append(_Flight(end, now, self._first_sent_s, self.acked, self._acked_s, fills))
 
     def note_acked(self, acked_bytes: int, now: float) -> bool:
         """Take the receiver's count of bulk bytes; True if it advanced. Raises WireError if it is too high."""
-        sent = self._acked + self.in_flight
+        sent = self.acked + self.in_flight
         if acked_bytes > sent:
             raise WireError(f"acknowledges {acked_bytes} bytes, {sent} were sent")
-        if acked_bytes <= self._acked:
+        if acked_bytes <= self.acked:
             return False
-        self._acked, self._acked_s, self.in_flight = acked_bytes, now, sent - acked_bytes
+        self.acked, self._acked_s, self.in_flight = acked_bytes, now, sent - acked_bytes
         newest = None
         while self._flights and self._flights[0].end <= acked_bytes:
             newest = self._flights.popleft()
@@ -135,14 +133,14 @@ class FlowControl:
     def _measure_rate(self, flight: _Flight, now: float) -> None:
         """Measure the rate at which the path carried what was acknowledged since this frame was sent.
 
-        The longer of the times of sending and of acknowledging counts: acknowledgements that come all at once are no
-        fast path. A frame that filled the window, or waited on the way, shows the path's rate; any other shows only
-        that the path is not slower.
+        The longer of the times of sending and of acknowledging counts, because acknowledgements that come all at once
+        do not mean a fast path. A frame that filled the window, or waited on the way, shows the path's rate. Any other
+        frame shows only that the path is not slower.
         """
         elapsed_s = max(now - flight.acked_s, flight.sent_s - flight.first_sent_s)
-        delivered = self._acked - flight.acked
+        delivered = self.acked - flight.acked
         if elapsed_s <= 0 or delivered <= ACK_EVERY_BYTES:
-            return  # So little is acknowledged by the next heartbeat.
+            return  # the next heartbeat acknowledges so few bytes
         rate = delivered / elapsed_s
         full = flight.fills or now - flight.sent_s > self.path_rtt_s + WINDOW_S
         if not full and rate <= self.rate_bytes_s:
@@ -161,6 +159,6 @@ class FlowControl:
         return self._received - self._told >= ACK_EVERY_BYTES
 
     def tell(self) -> int:
-        """The count of received bulk bytes, for a frame that is sent now."""
+        """The number of bulk bytes received, for a frame that is sent now."""
         self._told = self._received
         return self._received

@@ -1,8 +1,9 @@
 """Reads frames from a stream, with limits on size, time and memory.
 
-All links together hold a bounded number of bytes of received frames, compressed and decompressed. Shares are granted
-first come, first served. While a reader waits, the oldest incomplete frame is cancelled after `GIVE_UP_AFTER_S` and its
-link closed, so that a sender that never completes its frame cannot keep its share.
+All links of a peer together hold a bounded number of bytes of received frames, compressed and decompressed. Each large
+frame takes a share of this budget, first come, first served. While a reader waits for its share, the oldest incomplete
+frame is cancelled after `GIVE_UP_AFTER_S` and its link closed. So a sender that never completes its frame cannot keep
+its share.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from p2ptrain.protocol.wire.transport import Stream
 
 # Sixteen frames of the largest size, or 512 chunks of a round (guess).
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
-# How long a frame may stay incomplete while others wait. 4 MiB take this long at 11 Mbit/s, and 128 streams that never
-# complete theirs are all closed within the 30 s after which a peer gives up (guess).
+# How long a frame may stay incomplete while others wait (guess). 4 MiB take this long at 11 Mbit/s. 128 streams that
+# never complete their frames are all closed within 30 s, after which a peer gives up.
 GIVE_UP_AFTER_S = 3.0
 # Smaller bodies bypass the budget, so that heartbeats pass when it is used up. Two streams of 256 links and 64 bulk
 # connections: 36 MiB.
@@ -28,7 +29,7 @@ UNCOUNTED_BYTES = 64 * 1024
 
 
 class Share:
-    """Bytes of the budget that one frame holds. `receiving`: cancels an incomplete frame; None once it is complete."""
+    """Bytes of the budget that one frame holds. `receiving` cancels an incomplete frame; None if it is complete."""
 
     def __init__(self, size_bytes: int, since_s: float) -> None:
         self.size_bytes = size_bytes
@@ -37,7 +38,7 @@ class Share:
 
 
 class ReceiveBudget:
-    """One for all links of a peer."""
+    """Bytes that the received frames of all links of a peer may hold."""
 
     def __init__(self, limit_bytes: int = MAX_RECEIVE_BYTES) -> None:
         self.held_bytes = 0
@@ -47,15 +48,17 @@ class ReceiveBudget:
         self._freed = trio.Event()
 
     async def take(self, size_bytes: int) -> Share:
-        """Wait until these bytes fit, and take them; one frame always fits. `release` the share afterwards."""
+        """Wait until these bytes fit, and take them. One frame always fits. The caller must `release` the share."""
         if self._turn.locked() or not self._fits(size_bytes):
             async with self._turn:
                 while not self._fits(size_bytes):
                     freed = self._freed = trio.Event()
                     with trio.move_on_at(self._give_up_oldest()):
                         await freed.wait()
-                return self._grant(size_bytes)
-        return self._grant(size_bytes)
+        share = Share(size_bytes, trio.current_time())
+        self._shares[share] = None
+        self.held_bytes += size_bytes
+        return share
 
     def release(self, share: Share) -> None:
         """Return a share."""
@@ -65,12 +68,6 @@ class ReceiveBudget:
 
     def _fits(self, size_bytes: int) -> bool:
         return not self._shares or self.held_bytes + size_bytes <= self._limit_bytes
-
-    def _grant(self, size_bytes: int) -> Share:
-        share = Share(size_bytes, trio.current_time())
-        self._shares[share] = None
-        self.held_bytes += size_bytes
-        return share
 
     def _give_up_oldest(self) -> float:
         """Cancel the oldest incomplete frame if it is old enough. Returns when to check again."""
@@ -173,7 +170,7 @@ class FrameReader:
             while len(self._buffer) < size:
                 await self._receive()
         if len(self._buffer) < size:
-            raise PeerLostError(f"a frame of it was not complete after {trio.current_time() - began_s:.0f} s")
+            raise PeerLostError(f"its frame was not complete after {trio.current_time() - began_s:.0f} s")
 
     async def _receive(self) -> None:
         data = await self._stream.receive_some()

@@ -1,4 +1,4 @@
-"""The first frames of a stream: both sides say who they are, and in a closed run first prove that they have its key.
+"""The first frames of a stream: both sides say who they are. In a closed run they first prove that they have its key.
 
 In an open run the dialler sends Hello, and the acceptor answers with its own. In a closed run three frames come first:
 Challenge (the dialler's nonce), Challenge (the acceptor's nonce and proof), Proof (the dialler's). Neither side sends
@@ -29,12 +29,12 @@ MAX_HELLO_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class Admission:
-    """Whom a peer links to.
+    """Which peers this peer links to.
 
     Attributes:
         chosen: ids of the user's initial peers.
         closed: the run and its key; None if the run is open.
-        refusal: whom the user of this machine refuses, and why.
+        refusal: which peers the user of this machine refuses, and why.
     """
 
     chosen: Collection[PeerId] = ()
@@ -53,7 +53,7 @@ class Handshake:
         hello: makes our Hello; a peer with another run digest is refused, unless it is an observer.
 
     Attributes:
-        mismatch: an error for the user if the settings or the run key of a chosen peer differ from ours, else None.
+        mismatch: an error for the user if a chosen peer has other settings or another run key than we have; else None.
     """
 
     def __init__(self, me: PeerId, hello: Callable[[], Hello], admission: Admission) -> None:
@@ -72,20 +72,21 @@ class Handshake:
         return await self._receive(stream, reader), reader
 
     async def receive(self, stream: Stream) -> tuple[Hello, FrameReader]:
-        """Receive the Hello of a peer that has dialled us; `send_hello` is to follow. Raises as `dial` does."""
+        """Receive the Hello of a peer that has dialled us. Call `send_hello` next. Raises as `dial` does."""
         reader = FrameReader(stream, max_body_bytes=MAX_HELLO_BYTES)
         if self._closed is not None:
             await self._prove_as_acceptor(self._closed, stream, reader)
         return await self._receive(stream, reader), reader
 
     async def send_hello(self, stream: Stream) -> None:
-        """Send our Hello: the dialler sends it first, the other side answers with it."""
+        """Send our Hello. The dialler sends its own first."""
         await stream.send_all(encode_frame(self._hello()))
 
     async def answer_mismatch(self, stream: Stream, error: RunMismatchError) -> None:
-        """Let a dialler that we refuse find out why, and wait until it has; it can then tell its user.
+        """Tell a dialler why we refuse it, so that it can tell its user, and wait until it has read that.
 
-        It gets our Hello, unless it lacks the key of our run: then a Challenge without a proof.
+        We send our Hello, from which it sees what differs. If it lacks the key of our run, we send a Challenge without
+        a proof instead.
         """
         try:
             if self._closed is not None and isinstance(error, RunKeyError):
@@ -153,7 +154,7 @@ class Handshake:
         return message
 
     def _other_key(self, peer: PeerId, frame: Message) -> RunKeyError | WireError:
-        """The error for a frame that shows that the other side has another key than we do, or no key."""
+        """The error for a frame that shows that the other side has another key than we have, or none."""
         if self._closed is None and isinstance(frame, Challenge):
             error = (
                 f"the run is closed: peer {peer} asks for its key; give --run-key FILE, the key file of the run, "
@@ -170,7 +171,7 @@ class Handshake:
                 "and the same --run-id"
             )
         else:
-            return WireError(f"the handshake has {type(frame).__name__} at the wrong place")
+            return WireError(f"unexpected {type(frame).__name__} in the handshake")
         refusal = RunKeyError(error)
         self._note(peer, refusal)
         return refusal

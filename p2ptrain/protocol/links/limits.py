@@ -1,28 +1,28 @@
 """Limits on what peers may do: places for links, rates of messages, and strikes for broken rules.
 
-Pure: `now` is in seconds on any clock. `frame_reader` limits the bytes that frames hold, and `outbox` what waits to be
-sent.
+Pure: `now` is in seconds on any clock. `frame_reader` limits the bytes of received frames, and `outbox` the frames that
+wait to be sent.
 
-Identities are free. If whoever came first kept its place, one stranger could hold all places. So the oldest greeting or
-link gives way, and a newcomer has its place until as many others have come after it as there are places. Strikes stop
-faulty software and the careless; what a stranger may do at all is bounded by the other limits.
+Identities cost nothing. If each peer kept the place that it got, one stranger could hold all places. So a newcomer
+takes the place of the oldest greeting or link, and keeps it until as many others have come as there are places. Strikes
+stop faulty software and careless users; the other limits bound what a stranger can do.
 
 Messages are counted per identity, over all its links, so a new link does not reset the count. Limits are far above what
 an honest peer sends. Each allows a burst, because messages that gather while this process or the sender is held up
-arrive at once: at most those of the time after which one side gives up.
+arrive at once. A burst is as long as the time after which one side gives up.
 
-What an honest peer sends at most:
+An honest peer sends at most:
 
 - A Beat a second, one more when a link begins and one when it takes over a state.
 - A fragment per push, of which there are at most 20 a second.
 - An Ack for each 24 KiB that it received.
-- A Request for each answer that it waits for, of which twelve may be under way: about as many as it gets answers.
+- A Request for each answer that it waits for, with at most twelve under way: about as many as it gets answers.
 - For an attempt at a round, with a record of at most 40 KiB in some of them: as a leader Call, Roster, Reduce, Propose,
   and Commit or Abort; as a member Due, Join or Refuse, Reduced, Ready or Withdraw, and one Arrived for each member (64)
   and every 5 s. So about 80 messages, and two attempts a second are many.
 
-Answers and larger round chunks are not counted here: what was asked for bounds the ones, the network's flow control the
-others.
+Answers and larger round chunks are not counted here: our requests bound the answers, and the network's flow control
+bounds the chunks.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fra
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Streams before their Hello, in all and of one peer. A hundred peers may start at once.
+# Streams that have not sent their Hello, in all and of one peer. A hundred peers may start at once.
 MAX_GREETING = 128
 MAX_GREETING_OF_ONE = 2
-# Links that are accepted. Our own side dials at most 128 peers, as do joining peers; the rest is for those and for
+# Accepted links. We dial at most 128 peers ourselves; the rest is for peers that dial us, such as joiners, and for
 # observers. The small frames of all links take 32 MiB at most.
 MAX_LINKS = 256
-# Of these, links of observers: dashboards, and joiners that ask for the settings, which takes a second (guess).
+# Accepted links of observers: dashboards, and joiners that ask for the settings, which takes a second (guess).
 MAX_OBSERVERS = 64
 BEATS_PER_S = 5.0
 FRAGMENTS_PER_S = 25.0
-# All other messages, in units: one, and one more per 4 KiB of the frame. Handling one takes some 50 µs (guess), so
-# that a sender just below the limit takes 1 % of a core.
+# All other messages. Each counts as one unit, and one more per 4 KiB of its frame. Handling one takes some 50 µs
+# (guess), so a sender just below the limit takes 1 % of a core.
 UNITS_PER_S = 200.0
 UNIT_BYTES = 4096
 # A request with an answer of at least this size is not counted: the bytes of the answer limit the rate.
 ANSWER_BYTES = 16 * 1024
-# Peers without a link whose limits are remembered, of about 1 KiB each; the one gone first is forgotten (guess).
+# Peers without a link whose counts are remembered, with about 1 KiB each; the one gone first is forgotten (guess).
 MAX_GONE = 4096
-# A peer with so many is refused until the first of them expires. Old software is excluded by the wire version.
+# A peer with this many strikes is refused until the first of them expires. The wire version excludes old software.
 MAX_STRIKES = 3
-# Long enough that three strikes cost a flooder most of its time. Short enough that a peer that was repaired, or that
-# met a bug of ours, comes back by itself (guess).
+# How long a strike counts (guess): so long that three of them cost a flooder most of its time, and so short that a peer
+# that was repaired, or that met a bug of ours, comes back by itself.
 STRIKE_S = 600.0
 # Peers whose strikes are remembered; the one struck first is forgotten.
 MAX_STRUCK = 4096
-# Of a reason, for logs and lists.
+# Length of a reason in logs and lists.
 MAX_REASON = 200
 
 
 def greeting_to_end(greetings: Sequence[PeerId], newcomer: PeerId) -> int | None:
-    """The index of the greeting that ends for a stream of `newcomer`; None while there is a place.
+    """The index of the greeting that ends to make room for a stream of `newcomer`; None if there is room.
 
-    A peer that has all that one may have loses its own oldest. If all places are taken, the oldest of the peers that
-    hold most is ended.
+    A peer with as many greetings as one may have loses its oldest. If all places are taken, the peers with most
+    greetings lose the oldest of theirs.
 
     Args:
-        greetings: whose each unfinished greeting is, the oldest first.
+        greetings: the peer of each unfinished greeting, the oldest first.
     """
     held = Counter(greetings)
     if held[newcomer] >= MAX_GREETING_OF_ONE:
@@ -87,12 +87,12 @@ def greeting_to_end(greetings: Sequence[PeerId], newcomer: PeerId) -> int | None
 
 
 def excess_observers(role: str, members: int, observers: int) -> int | None:
-    """How many observers, the oldest ones, lose their link to a newcomer; None: it is refused.
+    """How many observers, the oldest first, lose their link to make room for a newcomer.
 
-    It is refused if all places are those of members.
+    None if the newcomer is refused, because members have all places.
 
     Args:
-        role: of the newcomer.
+        role: the newcomer's.
         members, observers: how many others have a link.
     """
     excess = members + observers + 1 - MAX_LINKS
@@ -102,7 +102,7 @@ def excess_observers(role: str, members: int, observers: int) -> int | None:
 
 
 class MessageRates:
-    """The limits of one peer. `burst_s`: seconds of messages that may arrive at once."""
+    """Counts the messages of one peer. `burst_s`: seconds of messages that may arrive at once."""
 
     def __init__(self, burst_s: float, now: float) -> None:
         self._beats = TokenBucket(BEATS_PER_S, BEATS_PER_S * burst_s, now)
@@ -113,7 +113,7 @@ class MessageRates:
         """Count a received message. Raises WireError if there are too many.
 
         Args:
-            newly_acked_bytes: by how much its frame advanced the count of bulk bytes that the peer has received.
+            newly_acked_bytes: bulk bytes that its frame acknowledges first.
         """
         match message:
             case Answer():
@@ -133,20 +133,20 @@ class MessageRates:
             raise WireError(f"more than {bucket.rate_per_s:.0f} {kind} a second")
 
     def check_unasked(self, size_bytes: int, now: float) -> None:
-        """Count an Answer that no request waits for; a few come too late. Raises WireError if there are too many."""
+        """Count an Answer that no request waits for: a few come too late. Raises WireError if there are too many."""
         if not self._others.spend(_units(size_bytes), now):
             raise WireError("too many answers that were not requested")
 
     def note_answered(self, size_bytes: int) -> None:
-        """A request of the peer is answered with so many bytes."""
+        """A request of the peer is answered with this many bytes."""
         if size_bytes >= ANSWER_BYTES:
             self._others.give_back(1.0)
 
 
 class PeerRates:
-    """The limits of all peers with a link, and of those whose link ended in the last `burst_s` seconds.
+    """The counts of all peers with a link, and of those whose link ended in the last `burst_s` seconds.
 
-    After that time their buckets are full again, so nothing is lost.
+    After that time the buckets of a peer are full again, so it can be forgotten.
     """
 
     def __init__(self, burst_s: float) -> None:
@@ -155,7 +155,7 @@ class PeerRates:
         self._gone_s: dict[PeerId, float] = {}
 
     def of(self, peer_id: PeerId, now: float) -> MessageRates:
-        """The limits for a new link of a peer."""
+        """The counts for a new link of a peer."""
         self._forget(now)
         self._gone_s.pop(peer_id, None)
         return self._rates.setdefault(peer_id, MessageRates(self._burst_s, now))
@@ -180,7 +180,7 @@ def _units(size_bytes: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A peer with strikes: how many, the reason of the last one, safe to print, and how many seconds ago that was."""
+    """A peer with strikes: how many, the reason of the last one (safe to print), and how many seconds ago that was."""
 
     peer_id: PeerId
     count: int
@@ -192,27 +192,26 @@ class Strikes:
     """The strikes that this peer has given."""
 
     def __init__(self) -> None:
-        self._given: dict[PeerId, deque[float]] = {}
-        self._reasons: dict[PeerId, str] = {}
+        # The times of each peer's last strikes, and the reason of the last one. The last struck peer is last.
+        self._given: dict[PeerId, tuple[deque[float], str]] = {}
 
     def add(self, peer_id: PeerId, reason: str, now: float, *, count: int = 1) -> int:
         """Give a peer a strike, or several at once. Returns how many it has now."""
-        given = self._given.pop(peer_id, None) or deque(maxlen=MAX_STRIKES)
-        given.extend([now] * count)
-        self._given[peer_id], self._reasons[peer_id] = given, shown(reason, MAX_REASON)  # the last struck is last
+        times, _ = self._given.pop(peer_id, (deque[float](maxlen=MAX_STRIKES), ""))
+        times.extend([now] * count)
+        self._given[peer_id] = times, shown(reason, MAX_REASON)
         if len(self._given) > MAX_STRUCK:
-            self._forget(next(iter(self._given)))
+            del self._given[next(iter(self._given))]
         return self.count(peer_id, now)
 
     def count(self, peer_id: PeerId, now: float) -> int:
         """The strikes of a peer that have not expired."""
-        given = self._given.get(peer_id)
-        while given and now - given[0] >= STRIKE_S:
-            given.popleft()
-        if not given:
-            self._forget(peer_id)
-            return 0
-        return len(given)
+        times, _ = self._given.get(peer_id, (deque[float](), ""))
+        while times and now - times[0] >= STRIKE_S:
+            times.popleft()
+        if not times:
+            self._given.pop(peer_id, None)
+        return len(times)
 
     def counts(self, now: float) -> dict[PeerId, int]:
         """All peers with strikes, the last struck last."""
@@ -221,11 +220,6 @@ class Strikes:
 
     def latest(self, most: int, now: float) -> list[Struck]:
         """The peers struck last, the newest first."""
-        return [
-            Struck(peer_id, count, self._reasons[peer_id], now - self._given[peer_id][-1])
-            for peer_id, count in reversed(self.counts(now).items())
-        ][:most]
-
-    def _forget(self, peer_id: PeerId) -> None:
-        self._given.pop(peer_id, None)
-        self._reasons.pop(peer_id, None)
+        counts = self.counts(now)
+        newest = reversed(self._given.items())
+        return [Struck(peer_id, counts[peer_id], reason, now - times[-1]) for peer_id, (times, reason) in newest][:most]

@@ -1,10 +1,11 @@
-"""One link to one peer: framed messages over its stream(s), by priority, with flow control and a heartbeat.
+"""A link to one peer: messages in frames, with priorities, flow control and heartbeats.
 
 The transport shares one connection per pair of peers and buffers megabytes, so on a saturated path a heartbeat would
-wait behind them. Hence our own flow control (`flow_control`): control frames go before round chunks, and round chunks
-before fragments. Fragments that would arrive too late are dropped.
+wait behind them. Hence our own flow control (`flow_control`). Control frames are sent before round chunks, and round
+chunks before fragments (`outbox`). Fragments that would arrive too late are dropped.
 
-A link may have bulk connections beside its stream, which `bulk` opens. They take the bulk frames of the same outbox.
+A link has one stream, or two if both sides dialled at once. `bulk` may open bulk connections beside it, which carry the
+bulk frames of the same outbox.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.frame_reader import FrameReader, ReceiveBudget
 from p2ptrain.protocol.links.limits import MessageRates
-from p2ptrain.protocol.links.outbox import LinkCounters, Outbox, Traffic
+from p2ptrain.protocol.links.outbox import LinkCounters, Outbox, Traffic, traffic_of
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import (
     Ack,
@@ -39,32 +40,29 @@ from p2ptrain.protocol.wire.messages import (
 from p2ptrain.protocol.wire.transport import PeerId, Stream
 from p2ptrain.settings.peer_config import NetworkConfig
 
-# Two if both sides dialled at the same instant.
-MAX_STREAMS = 2
-# Intervals between received beats remembered, one per second.
+# Intervals between received Beats that are remembered, one per second.
 BEATS_REMEMBERED = 60
-# A setting. Seconds until a silent peer is lost, until bulk bytes without an acknowledgement mean a dead path (whatever
-# the heartbeat shows), and the longest that one frame may take to arrive.
+# The default of a setting: seconds until a silent peer is lost, until unacknowledged bulk bytes mean a dead path
+# (whatever the heartbeat shows), and the longest time in which a frame may arrive.
 PEER_TIMEOUT_S = NetworkConfig.peer_timeout_s
-# A peer with many links sends Beats more rarely: at least this often, and the time between two grows to twice at most,
-# or a bit more by rounding to whole seconds. So it is waited for at least 3 times the longest recent interval.
+# A peer with many links sends Beats more rarely, but at least this often. The time between two at most doubles, or
+# grows a bit more by rounding to whole seconds. So a peer is lost after at least 3 times the longest recent interval.
 MAX_BEAT_EVERY_S, BEATS_APART = 8.0, 3.0
-# A killed peer's stream breaks at once; this detects frozen and disconnected peers. Beats come every second; a peer is
-# lost after several times the longest recent interval. At least ten beats, as a quiet link tells nothing about a full
-# one: the windows of eight links fill an uplink of 2 Mbit/s for four seconds.
+# A killed peer's stream breaks at once. To detect frozen and disconnected peers, a peer is lost after several times the
+# longest recent interval between Beats, which come every second. At least ten seconds, as a quiet link says nothing
+# about a full one: the windows of eight links fill an uplink of 2 Mbit/s for four seconds.
 MISSED_BEATS = 5
 MIN_PATIENCE_S = 10.0
-# Whoever makes one request after another, or has just been answered, uses the link on for this long (guess).
+# A link counts as in use for this long after a request or an answer: another one may follow (guess).
 IN_USE_S = 5.0
 # A bulk connection is opened for a payload of at least this size: a smaller one takes less than its handshake (guess).
 BULK_FROM_BYTES = 16 * 1024
-# After so long without a frame, either side may close a bulk connection. A side that has seen none for REUSE_S sends on
-# another one, so that a frame is not lost in a connection that is being closed: the sides' clocks may differ by the
-# time that a frame is on its way.
+# Either side may close a bulk connection after this long without a frame. After REUSE_S a side sends on another one, so
+# that no frame is lost in a connection that the other side closes: a frame takes time to arrive.
 CLOSE_AFTER_S, REUSE_S = 60.0, 45.0
-# The rate of a bulk connection is that of so many bytes: more than the buffers of a socket take at once.
+# The rate of a bulk connection is measured over this many bytes: more than the buffers of a socket take at once.
 RATE_BYTES = 1024 * 1024
-# Time to send the last queued frame, often a Leave.
+# A closed link still has this long to send its queued frames, often a Leave.
 LAST_WORDS_S = 0.2
 
 Handler = Callable[["Link", Message, bytes], Awaitable[None]]
@@ -72,9 +70,11 @@ Handler = Callable[["Link", Message, bytes], Awaitable[None]]
 
 @dataclass(frozen=True)
 class LinkSetup:
-    """Shared by all links of one peer. A link calls `handler` for each message, and reads on when it returns.
+    """Shared by all links of one peer.
 
-    `open_bulk` returns once it is known whether a link has a bulk connection; None if there are none.
+    Attributes:
+        handler: called for each message. The link reads on when it returns.
+        open_bulk: tries to open a bulk connection for a link, and returns when it has one or gets none.
     """
 
     handler: Handler
@@ -89,8 +89,8 @@ class _BulkConnection:
     """A bulk connection of a link.
 
     Attributes:
-        used_s: when a frame was last queued or sent, or bytes came.
-        rate_bytes_s: bytes per second that it took in the last mebibyte that was sent without a pause; 0 before that.
+        used_s: when a frame was last queued or sent, or bytes arrived.
+        rate_bytes_s: the rate of the last mebibyte that was sent without a pause; 0 before that.
     """
 
     reader: FrameReader
@@ -99,25 +99,25 @@ class _BulkConnection:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it may be sent on."""
+        """Whether we may send on it."""
         return trio.current_time() < self.used_s + REUSE_S
 
 
 class Link:
-    """A live peer. Created by `Links` after both sides have sent Hello; closed for good once `lost` is set.
+    """A live peer. `Links` creates it after both sides have sent Hello. Once `lost` is set, it stays closed.
 
     Attributes:
-        beat: its last heartbeat, without the members that it named; None before the first.
+        beat: the peer's last heartbeat, without the members that it named; None before the first.
         lost_reason: why the link is lost; "" while it is not.
-        left: whether the peer has said that it leaves.
-        streams: how many the link has had.
+        left: whether the peer has sent Leave.
+        streams: how many streams the link has had.
         flow: the flow control of its stream.
-        rates: the limits on its messages.
-        opened_s, last_heard: when the link began, and when bytes last came.
-        answered_s: when it last answered a request of ours.
-        joining_until_s: until when rounds may wait for its next request for our state.
-        times_overtaken: how many rounds in a row came before it had that state, as it says.
-        beat_sent_s, beat_gap_s: when we sent our last beat, and how long after the one before that was due.
+        rates: the limits on the peer's messages.
+        opened_s, last_heard: when the link began, and when bytes last arrived.
+        answered_s: when the peer last answered a request of ours.
+        joining_until_s: until when rounds may wait for the peer's next request for our state.
+        times_overtaken: how many rounds in a row came before the peer had that state, as it reports.
+        beat_sent_s, beat_gap_s: when we sent our last Beat, and the interval planned before it.
     """
 
     def __init__(self, peer_id: PeerId, hello: Hello, setup: LinkSetup, rates: MessageRates) -> None:
@@ -136,7 +136,7 @@ class Link:
         self.beat_sent_s, self.beat_gap_s = -math.inf, 1.0
         self._uses, self._used_s = 0, -math.inf
         self._setup = setup
-        self._counters = setup.counters
+
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)
         self._beat_heard_at = 0.0
         self._readers: list[FrameReader] = []
@@ -146,7 +146,7 @@ class Link:
         self._outbox = Outbox(peer_id, self.flow, setup.counters, rates)
 
     def send(self, message: Message) -> None:
-        """Queue a control frame, which is sent before all others. Does nothing if the link is lost."""
+        """Queue a control frame, which is sent before all other kinds. Does nothing if the link is lost."""
         if self.lost.is_set():
             return
         if not self._outbox.add_control(message):
@@ -155,7 +155,7 @@ class Link:
     async def send_bulk(
         self, message: Message, payload: bytes | memoryview, traffic: Traffic, *, compress: bool = False
     ) -> None:
-        """Queue one chunk, waiting while the queue is full, and while a bulk connection is opened: at most 3 s.
+        """Queue one chunk, after a bulk connection was tried (at most 3 s) and the queue has room.
 
         Raises PeerLostError.
         """
@@ -173,7 +173,7 @@ class Link:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """The block waits for the peer, or the peer for it: the link should not end as one too many."""
+        """While the block runs, we or the peer need the link, so it is not ended as one too many."""
         self._uses += 1
         try:
             yield
@@ -183,11 +183,11 @@ class Link:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether somebody uses the link, or did in the last few seconds, or more than fragments wait to be sent."""
+        """Whether the link is in use, or was a few seconds ago, or round chunks or state wait to be sent."""
         return self._uses > 0 or self._outbox.has_bulk or trio.current_time() < self._used_s + IN_USE_S
 
     def close(self, reason: str) -> None:
-        """Mark the link lost; tasks of `run_stream` end and close their streams."""
+        """Mark the link lost. Tasks of `run_stream` then end and close their streams."""
         if not self.lost.is_set():
             self.lost_reason = reason
             self.lost.set()
@@ -196,7 +196,7 @@ class Link:
     async def run_stream(self, stream: Stream, read_ahead: bytes) -> None:
         """Serve one stream until the link is lost. Frames are sent on the first stream only.
 
-        Raises, in a group, WireError if the peer broke a rule, or what the handler raised; the link is closed then.
+        Raises, in a group, WireError if the peer broke a rule, and any exception of the handler, with the link closed.
         """
         first = not self._readers
         reader = self._reader(stream, read_ahead, self._note_heard)
@@ -240,12 +240,16 @@ class Link:
     async def run_bulk(
         self, stream: Stream, read_ahead: bytes, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Serve a bulk connection until the link is lost, or it is not used any more. Does not close the stream.
+        """Serve a bulk connection until the link is lost, or it has not been used for a while. Leaves the stream open.
 
-        Raises, maybe in a group, PeerLostError if it breaks while it is used, WireError if the peer breaks a rule, and
-        what the handler raises.
+        Raises, maybe in a group, PeerLostError if the connection breaks while it is used, WireError if the peer breaks
+        a rule, and any exception of the handler.
         """
-        reader = self._reader(stream, read_ahead, lambda: self._note_bulk(connection))
+
+        def on_bytes() -> None:
+            connection.used_s = self.last_heard = trio.current_time()
+
+        reader = self._reader(stream, read_ahead, on_bytes)
         connection = _BulkConnection(reader, trio.current_time())
         self._bulk.append(connection)
         self._outbox.changed.unpark_all()
@@ -333,7 +337,7 @@ class Link:
                 raise WireError(f"{type(message).__name__} on a bulk connection")
             await trio.lowlevel.cancel_shielded_checkpoint()  # many small frames may be here: others have their turn
             connection.used_s = trio.current_time()
-            # There is no flow control of ours: that of the network does.
+            # The network's flow control suffices here.
             size = frames.PREFIX_BYTES + prefix.body_bytes
             self.rates.check(message, size, 0, trio.current_time())
             await self._handle(message, payload, size)
@@ -357,13 +361,8 @@ class Link:
                 connection.rate_bytes_s = sent_bytes / (connection.used_s - began_s)
                 began_s, sent_bytes = connection.used_s, 0
 
-    def _note_bulk(self, connection: _BulkConnection) -> None:
-        """Bytes came on a bulk connection."""
-        connection.used_s = trio.current_time()
-        self._note_heard()
-
     async def _handle(self, message: Message, payload: bytes, size_bytes: int) -> None:
-        self._counters.received[_traffic_of(message, payload)] += size_bytes
+        self._setup.counters.received[traffic_of(message, payload)] += size_bytes
         self._handling += 1
         try:
             await self._setup.handler(self, message, payload)
@@ -374,22 +373,20 @@ class Link:
     def make_beat(self, beat: Callable[[float, float, float], Beat]) -> None:
         """Send a heartbeat; it also acknowledges received bulk bytes."""
         now = trio.current_time()
-        echo = self.beat.sent_s if self.beat else 0.0
-        held = now - self._beat_heard_at if self.beat else 0.0
+        echo_s, held_s = (self.beat.sent_s, now - self._beat_heard_at) if self.beat else (0.0, 0.0)
         self.beat_sent_s = now
-        self.send(beat(now, echo, held))
-        timeout_s = self._timeout_s
-        if self.flow.stalled_s(now) > timeout_s:
-            self.close(f"it acknowledged nothing for {timeout_s:.0f} s")
+        self.send(beat(now, echo_s, held_s))
+        if self.flow.stalled_s(now) > self._timeout_s:
+            self.close(f"it acknowledged nothing for {self._timeout_s:.0f} s")
 
     @property
     def patience_s(self) -> float:
-        """How long this peer may be silent: a few times the longest recent interval between beats, within bounds."""
+        """How long this peer may be silent: a few times the longest recent interval between Beats, within bounds."""
         return min(self._timeout_s, max(MIN_PATIENCE_S, MISSED_BEATS * max(self._waits, default=0.0)))
 
     @property
     def _timeout_s(self) -> float:
-        """The user's bound, or more if the peer's Beats are rarer."""
+        """The user's time-out, or more if the peer's Beats are rarer."""
         return max(self._setup.peer_timeout_s, BEATS_APART * min(MAX_BEAT_EVERY_S, max(self._waits, default=0.0)))
 
     @property
@@ -411,12 +408,3 @@ class Link:
         self.beat, self._beat_heard_at = msgspec.structs.replace(beat, members=()), now
         if beat.echo_s > 0:
             self.flow.note_round_trip(now - beat.echo_s - beat.held_s)
-
-
-def _traffic_of(message: Message, payload: bytes) -> Traffic:
-    match message:
-        case Fragment():
-            return Traffic.FRAGMENT
-        case Contribution() | Mean() | PairWeights() | Answer(note="part"):
-            return Traffic.ROUND
-    return Traffic.STATE if payload else Traffic.CONTROL

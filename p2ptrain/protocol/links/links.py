@@ -1,10 +1,10 @@
-"""All links of a peer: opening, accepting and heartbeats. `handshake` has the first frames of a stream.
+"""All links of a peer: opens and accepts them, and sends heartbeats. `handshake` has the first frames of a stream.
 
-One long-lived link per peer. If two peers dial each other at the same instant, the link has a second stream to read
-from. A peer that was restarted, or that dials us again because it lost the link on its side, gets a new link.
+There is one link per peer. If two peers dial each other at the same instant, the link has a second stream to read from.
+A peer that was restarted, or that dials us again because it lost the link on its side, gets a new link.
 
-An error closes the link that it happened on and nothing else: bytes that break a rule are a strike, an exception in our
-code is logged once with its traceback.
+An error closes the link that it happened on and nothing else. Bytes that break a rule are also a strike; an exception
+in our code is logged once with its traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from p2ptrain.protocol.links.limits import (
     excess_observers,
     greeting_to_end,
 )
-from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkSetup
+from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, PEER_TIMEOUT_S, Link, LinkSetup
 from p2ptrain.protocol.links.outbox import LinkCounters
 from p2ptrain.protocol.links.requests import Requests
 from p2ptrain.protocol.wire.frames import encode_frame
@@ -43,11 +43,13 @@ from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Stream, Tran
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 8.0
+# A link has two streams if both sides dialled at the same instant.
+MAX_STREAMS = 2
 BEAT_EVERY_S = 1.0
-# With more links than LINKS_BEATEN, each link gets fewer Beats: about LINKS_BEATEN a second in all, and one per
-# MAX_BEAT_EVERY_S at least.
+# With more links than LINKS_BEATEN, each link gets fewer Beats: about LINKS_BEATEN a second in all, and at least one
+# per MAX_BEAT_EVERY_S.
 LINKS_BEATEN = 16
-# If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
+# If the heartbeat loop is later than this, the process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
 
 
@@ -68,8 +70,8 @@ class Links:
 
     Args:
         hello: makes our Hello.
-        admission: whom this peer links to.
-        peer_timeout_s: seconds without a message before a peer is considered lost, at most.
+        admission: which peers this one links to.
+        peer_timeout_s: the most seconds without a message before a peer is considered lost.
         errors: logs exceptions of our code.
         bulk: opens and accepts bulk connections; None: bulk bytes take the streams.
 
@@ -122,7 +124,7 @@ class Links:
 
     @property
     def mismatch(self) -> RunMismatchError | None:
-        """An error for the user if the settings or the run key of a chosen peer differ from ours."""
+        """An error for the user if a chosen peer has other settings or another run key than we have."""
         return self._handshake.mismatch
 
     def get(self, peer_id: PeerId) -> Link | None:
@@ -154,13 +156,12 @@ class Links:
             try:
                 with trio.fail_after(HELLO_TIMEOUT_S):
                     hello, reader = await self._handshake.dial(stream)
-            except trio.TooSlowError:
-                await stream.aclose()
-                raise PeerLostError(f"{peer_id}: no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
             except BaseException as error:
                 if isinstance(error, WireError):
                     self.strike(peer_id, str(error))
                 await stream.aclose()
+                if isinstance(error, trio.TooSlowError):
+                    raise PeerLostError(f"{peer_id}: no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
                 raise
             return await self._register(peer_id, hello, stream, reader.read_ahead)
         except P2PTrainError:
@@ -176,8 +177,8 @@ class Links:
     ) -> tuple[Answer, bytes]:
         """Send a request and wait for its answer.
 
-        Raises PeerLostError if the link is lost, if no answer to any of our requests arrived on it for `timeout_s`
-        (on a slow link this one may be queued behind others), or after 8 times as long.
+        Raises PeerLostError if the link is lost, if no answer to any request of ours arrives on it for `timeout_s` (on
+        a slow link this answer may be queued behind others), or after 8 times as long.
         """
         return await self._requests.ask(link, what, subject, index, timeout_s)
 
@@ -186,11 +187,11 @@ class Links:
             link.close(reason)
 
     def strike(self, peer_id: PeerId, what: str, *, count: int = 1) -> None:
-        """Give a peer a strike and close its link. With three, it is neither dialled nor accepted until they expire.
+        """Give a peer a strike and close its link. With three, it is neither dialled nor accepted until one expires.
 
         Args:
             what: how it broke the protocol, for the log and for `p2ptrain peers`. Made safe to print.
-            count: how many strikes; 3 refuse it at once, for what is proved beyond doubt.
+            count: how many strikes; 3 refuse it at once, if its guilt is proved.
         """
         reason = f"broke the protocol: {what}"
         total = self._strikes.add(peer_id, reason, trio.current_time(), count=count)
@@ -201,11 +202,11 @@ class Links:
 
     @property
     def strikes(self) -> dict[PeerId, int]:
-        """How many strikes each peer has that have not expired."""
+        """The number of each peer's strikes that have not expired."""
         return self._strikes.counts(trio.current_time())
 
     def relayed(self) -> dict[PeerId, PeerId]:
-        """The linked trainers that bulk bytes reach through a relay, and which one, or ("") through libp2p alone."""
+        """The linked trainers that our bulk bytes reach through a relay (and which), or only through libp2p ("")."""
         relays = {link: self._transport.relay_to(link.peer_id) for link in self.trainers()}
         return {link.peer_id: relay for link, relay in relays.items() if relay or self.bulk.is_impossible(link)}
 
@@ -218,7 +219,7 @@ class Links:
 
     @contextlib.contextmanager
     def containing(self, link: Link, what: str) -> Iterator[None]:
-        """Close the link if the block raises an `Exception`. A WireError is also a strike; PeerLostError is normal.
+        """Close the link if the block raises an `Exception` other than PeerLostError. A WireError is also a strike.
 
         Args:
             what: the action in the block, for the log: "answering a request".
@@ -240,7 +241,8 @@ class Links:
             ended = greeting_to_end(list(self._greeting.values()), stream.remote)
             if ended is not None:
                 scope = list(self._greeting)[ended]
-                logger.debug("%s said no Hello; its stream ends for %s", self._greeting.pop(scope), stream.remote)
+                silent = self._greeting.pop(scope)
+                logger.debug("%s has sent no Hello; its stream makes room for one of %s", silent, stream.remote)
                 scope.cancel()
             scope = trio.CancelScope()
             self._greeting[scope] = stream.remote
@@ -272,7 +274,7 @@ class Links:
             if (displaced := self._displaced_by(stream.remote, hello.role)) is None:
                 raise PeerLostError("too many links")
             for link in displaced:
-                link.close("its place was needed")
+                link.close("its place is needed for another peer")
                 self._remove(link)
             await self._register(stream.remote, hello, stream, reader.read_ahead)
         except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:
@@ -291,14 +293,14 @@ class Links:
             raise
 
     def _displaced_by(self, newcomer: PeerId, role: str) -> list[Link] | None:
-        """The links of observers that end for this peer's; None if it is refused."""
+        """The links of observers that end to make room for a link of this peer; None if it is refused."""
         others = [link for link in self.live.values() if link.peer_id != newcomer]  # oldest first
         observers = [link for link in others if link.hello.role == OBSERVER]
         excess = excess_observers(role, len(others) - len(observers), len(observers))
         return None if excess is None else observers[:excess]
 
     async def _register(self, peer_id: PeerId, hello: Hello, stream: Stream, read_ahead: bytes) -> Link:
-        """Add a stream to its peer's link, made if needed. Raises PeerLostError if that has two streams already."""
+        """Add a stream to its peer's link, or to a new one. Raises PeerLostError if the link already has two."""
         assert self._nursery is not None
         link = self.live.get(peer_id)
         if link is not None:
@@ -351,7 +353,8 @@ class Links:
         due, excused = trio.current_time(), False
         while True:
             now = trio.current_time()
-            # Not twice in a row: a machine that is always late must detect lost peers too.
+            # While this process was held up, silence proves nothing. Not twice in a row: a machine that is always late
+            # must detect lost peers too.
             excused = now - due > HELD_UP_S and not excused
             every_s = min(MAX_BEAT_EVERY_S, BEAT_EVERY_S * math.ceil(len(self.live) / LINKS_BEATEN))
             for link in list(self.live.values()):
@@ -362,7 +365,7 @@ class Links:
                 if link.silent_s > link.patience_s and not excused:
                     link.close(f"nothing heard for {link.patience_s:.0f} s")
                     continue
-                # At most twice as long as before: the partner waits for a multiple of what it has seen.
+                # At most twice as long as before: the partner waits for a multiple of the intervals that it has seen.
                 gap_s = min(every_s, 2 * link.beat_gap_s)
                 if now < link.beat_sent_s + gap_s - BEAT_EVERY_S / 2:
                     continue

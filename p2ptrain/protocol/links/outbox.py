@@ -14,15 +14,15 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.limits import MessageRates
 from p2ptrain.protocol.wire import frames
-from p2ptrain.protocol.wire.messages import Answer, Fragment, Message, PairWeights
+from p2ptrain.protocol.wire.messages import Answer, Contribution, Fragment, Mean, Message, PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Queued bulk frames and their bytes; beyond that senders wait. One always fits.
+# Queued bulk frames and their bytes. Senders wait if there are more, and one frame always fits.
 MAX_BULK_QUEUE = 4
 MAX_BULK_QUEUE_BYTES = 1024 * 1024
-# Queued fragments, each of at most 4 MiB; beyond that the oldest is dropped: a newer one is worth more.
+# Queued fragments, each of at most 4 MiB. If there are more, the oldest is dropped: a newer one is worth more.
 MAX_FRAGMENT_QUEUE = 2
-# Queued control frames and their bytes; beyond that the link is closed. A record has at most 256 KiB.
+# Queued control frames and their bytes. If there are more, the link is closed. A record has at most 256 KiB.
 MAX_CONTROL_QUEUE = 4096
 MAX_CONTROL_QUEUE_BYTES = 4 * 1024 * 1024
 # zstd saves about 4 % of int8 values at 100 MB/s for both directions (measured): it pays below 40 Mbit/s.
@@ -30,12 +30,22 @@ COMPRESS_BELOW_BYTES_S = 5_000_000
 
 
 class Traffic(StrEnum):
-    """The purpose of bytes on the wire, for the records."""
+    """The purpose of bytes on the wire, for metrics."""
 
     CONTROL = "control"
     ROUND = "round"
     STATE = "state"
     FRAGMENT = "fragment"
+
+
+def traffic_of(message: Message, payload: bytes) -> Traffic:
+    """The purpose of a received message."""
+    match message:
+        case Fragment():
+            return Traffic.FRAGMENT
+        case Contribution() | Mean() | PairWeights() | Answer(note="part"):
+            return Traffic.ROUND
+    return Traffic.STATE if payload else Traffic.CONTROL
 
 
 @dataclass(slots=True)
@@ -51,9 +61,9 @@ class LinkCounters:
 
 @dataclass(slots=True)
 class _Bulk:
-    """A queued bulk frame; encoded when it is sent, so that ages and acknowledgements are fresh.
+    """A queued bulk frame. It is encoded when it is sent, so that ages and acknowledgements are fresh.
 
-    `keeps_to_stream`: control frames before it must come first, which holds only on the link's stream.
+    `keeps_to_stream`: it must arrive after the control frames before it. Only the link's stream ensures that.
     """
 
     make: Callable[[], Message]
@@ -69,11 +79,11 @@ class Outbox:
 
     Args:
         flow: decides whether a bulk frame or a fragment may be sent on the link's stream.
-        rates: learns how large the answers were.
+        rates: is told the sizes of answers.
 
     Attributes:
         lost_reason: why nothing is sent any more; empty until `close`.
-        changed: its tasks are woken when there may be a frame to send, and by `close`.
+        changed: tasks that wait here are woken when there may be a frame to send, and by `close`.
     """
 
     def __init__(self, peer_id: PeerId, flow: FlowControl, counters: LinkCounters, rates: MessageRates) -> None:
@@ -87,14 +97,14 @@ class Outbox:
         self._control_bytes = 0
         self._bulk: deque[_Bulk] = deque()
         self._bulk_bytes = 0
-        # Bytes under flow control up to the last bulk frame.
+        # Bytes sent under flow control up to the end of the last bulk frame on the stream.
         self._bulk_sent = 0
         self._fragments: deque[_Bulk] = deque()
         self._space = trio.lowlevel.ParkingLot()
 
     @property
     def has_bulk(self) -> bool:
-        """Whether more than fragments and control frames wait."""
+        """Whether round chunks or state wait."""
         return bool(self._bulk)
 
     def add_control(self, message: Message) -> bool:
@@ -129,18 +139,18 @@ class Outbox:
         self.changed.unpark_all()
 
     def close(self, reason: str) -> None:
-        """Take and send only the control frames that are queued."""
+        """Take no more frames, and send only the control frames that are queued."""
         self.lost_reason = reason
         self.changed.unpark_all()
         self._space.unpark_all()
 
     def note_acked(self) -> None:
-        """Flow control may let more pass. Waking the writer for nothing would cost a pass of the scheduler."""
+        """Wake the writer if frames wait, as flow control may let more pass now."""
         if self._bulk or self._fragments:
             self.changed.unpark_all()
 
     def next_frame(self, *, has_bulk_connection: bool) -> bytes | None:
-        """The next frame for the link's stream, or None; bulk frames only if the link has no bulk connection."""
+        """The next frame for the link's stream, or None. It is a bulk frame only if the link has no bulk connection."""
         if self._control:
             frame = self._control.popleft()
             self._control_bytes -= len(frame)
@@ -161,7 +171,7 @@ class Outbox:
     def next_bulk_frame(self) -> bytes | None:
         """The next frame for the link's bulk connection, or None.
 
-        Those that went out on the stream must have arrived: frames that belong together keep their order.
+        None while bulk frames on the stream are not acknowledged, so that all bulk frames arrive in their order.
         """
         if not self._bulk or self.lost_reason or self._bulk[0].keeps_to_stream or self._flow.acked < self._bulk_sent:
             return None
@@ -174,7 +184,7 @@ class Outbox:
         return self._encode(item, on_stream)
 
     def _encode(self, item: _Bulk, on_stream: bool) -> bytes:
-        """`on_stream`: under flow control. A bulk connection has that of TCP, and is mostly too fast for zstd."""
+        """Encode a frame. `on_stream`: with our flow control. A bulk connection has that of TCP, and outruns zstd."""
         message = item.make()
         acked_bytes = self._flow.tell() if on_stream else 0
         compress = on_stream and item.compress and self._flow.rate_bytes_s < COMPRESS_BELOW_BYTES_S
@@ -192,7 +202,7 @@ class Outbox:
         return fits and len(self._bulk) < MAX_BULK_QUEUE
 
     def _would_come_late(self, item: _Bulk) -> bool:
-        """Whether it would arrive too late; False while the path's rate is unknown."""
+        """Whether a fragment would arrive too late; False while the path's rate is unknown."""
         path_s = self._flow.delivery_s(len(item.payload))
         return path_s > 0 and trio.current_time() + path_s > item.until_s
 

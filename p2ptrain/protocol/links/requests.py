@@ -1,4 +1,4 @@
-"""Sends requests on all links, and hands each answer to the task that waits for it. Answers that wait are bounded."""
+"""Sends requests on all links, and gives each answer to the task that waits for it. Untaken answers are bounded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.wire.messages import Answer, Request
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Answers that have arrived and that no task has taken yet. The link whose answer exceeds this is closed.
+# Answers that no task has taken yet. The link whose answer exceeds this is closed.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-# Each answer on its link gives a waiting request its whole time-out again, up to this many times that (guess).
+# Each answer on a link restarts the time-outs of the requests that wait there. In all, a request waits for at most this
+# many time-outs (guess).
 MAX_TIMEOUTS = 8
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that a peer is to answer, once."""
+    """A request that a peer may answer once."""
 
     peer_id: PeerId
     answer: tuple[Answer, bytes] | None = None
@@ -36,7 +37,7 @@ class Requests:
         self._numbers = itertools.count(1)
 
     async def ask(self, link: Link, what: str, subject: str, index: int, timeout_s: float) -> tuple[Answer, bytes]:
-        """Send a request and wait for its answer. Raises PeerLostError, as `Links.request` says."""
+        """See `Links.request`."""
         number = next(self._numbers)
         asked = self._waiting[number] = _Asked(link.peer_id)
         try:
@@ -66,10 +67,10 @@ class Requests:
                 self._answer_bytes -= len(asked.answer[1])
 
     def take(self, link: Link, answer: Answer, payload: bytes) -> None:
-        """Hand an answer to the task that waits for it.
+        """Give an answer to the task that waits for it.
 
-        Raises WireError if too many were not requested or one request is answered twice, and PeerLostError if too many
-        bytes of answers wait.
+        Raises WireError if the peer sends too many answers without a request, or two for one, and PeerLostError if too
+        many bytes of answers wait.
         """
         asked = self._waiting.get(answer.request)
         if asked is None or asked.peer_id != link.peer_id:

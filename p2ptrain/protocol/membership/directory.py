@@ -1,10 +1,10 @@
 """The directory of a run: each member announces itself there with a record, and renews it.
 
-A hash of the peer id spreads the records over 16 keys, which keeps each key small.
+A hash of the peer id spreads the records over 16 keys, so that each key has few.
 
-In a closed run, names are derived from the run key and values are encrypted. A stranger cannot compute the names, so it
-cannot list the run. A node that stores the records sees the names, which peers store records under one name, how large
-the records are, and when. What others write there is ignored.
+In a closed run, names are derived from the run key, and values are encrypted. A stranger cannot compute the names, so
+it cannot list the run. A node that stores the records sees the names, the size of each record, and which peer writes it
+and when. Records of peers without the key are ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from p2ptrain.protocol.wire.transport import Directory, PeerId
 logger = logging.getLogger(__name__)
 
 BUCKETS = 16
-# Records outlive two missed announcements.
+# A record outlives two missed announcements.
 ANNOUNCE_EVERY_S = 10.0
 RECORD_TTL_S = 30.0
-# Addresses and role of announced members.
+# Addresses and role of each announced member.
 Members = dict[PeerId, tuple[tuple[str, ...], str]]
 
 
@@ -87,12 +87,12 @@ class ClosedDirectory:
 
 
 def directory_of(directory: Directory, closed: ClosedRun | None, me: PeerId) -> Directory:
-    """The directory as members of a run use it."""
+    """The directory for members of a run: that of a closed run hides names and values."""
     return directory if closed is None else ClosedDirectory(directory, closed, me)
 
 
 async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members:
-    """Addresses and role of all other members of a run."""
+    """Look up all other members of a run."""
     found: Members = {}
 
     async def look(bucket: int) -> None:

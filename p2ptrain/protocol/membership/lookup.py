@@ -1,6 +1,7 @@
-"""Asks a run's members, as an observer, for what a joiner needs: the settings, the tokenizer, and whether it may join.
+"""Asks a run's members, before joining, for the settings, the tokenizer, and whether this peer may join.
 
-An observer sends a Hello with an empty digest. It receives heartbeats and answers, but is not a member.
+It does so as an observer: one that sends a Hello with an empty digest, and gets heartbeats and answers without being a
+member.
 """
 
 from __future__ import annotations
@@ -39,22 +40,23 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# New records are found within about a second; after this long without any, the run is assumed not to exist.
+# New records are found within about a second. After this long without any, the run is assumed not to exist.
 LOOK_S = 2.0
 MAX_SETTINGS_BYTES = 64 * 1024
-# To open a stream to an initial peer, and to exchange two frames. A bootstrap node of an earlier version never answers.
+# Time to open a stream to an initial peer and exchange two frames. A bootstrap node of an earlier version never
+# answers.
 ASK_KEY_S = 2.5
-# Initial peers asked whether they have our run key, if no member is found.
+# How many initial peers are asked whether they have our run key, if no member is found.
 MAX_ASKED_KEY = 8
-# A joiner gives up after this long if it could not ask all announced peers: there may be thousands of made-up ones.
+# A joiner gives up after this long if it could not ask all announced peers: thousands of them may be made up.
 MAX_LOOK_S = 120.0
-# Largest file that peers ask for and keep. Those of 50,257 ids have 1.4 to 3.6 MB.
+# Largest tokenizer file that peers request and keep. Those of 50,257 ids have 1.4 to 3.6 MB.
 MAX_TOKENIZER_BYTES = 8 * 2**20
 PIECE_BYTES = 2**20
-# To find the members, to open a link, for each piece, and for all that one donor sends: 8 MB at half a Mbit/s. A slower
-# donor is left for another one.
+# Time to find the members, to open a link, for each piece of the file, and for the whole file from one donor: 8 MB at
+# half a Mbit/s. After that, another donor is asked.
 FIND_S, CONNECT_S, PIECE_S, DONOR_S = 10.0, 10.0, 20.0, 120.0
-# Donors tried, as most members have the file; and the time for all of them.
+# How many donors are tried, as most members have the file, and the time for all of them.
 MOST_TRIED, ASK_S = 16, 500.0
 
 
@@ -78,10 +80,10 @@ async def ask_settings(
 
     Args:
         rng: draws the order.
-        chosen: ids of the initial peers that the user gave. Their answers take precedence.
+        chosen: ids of the user's initial peers. Their answers take precedence.
         closed: the run and its key; None if the user gave no key.
-        refusal: why the user refuses a peer; such peers are not asked.
-        ours: known settings of this run; only a chosen member may change them.
+        refusal: why the user refuses a peer. Refused peers are not asked.
+        ours: the settings of this run as we know them; only a chosen member may change them.
         fits: whether settings agree with those that the user gave. Others are used only if no member has fitting ones.
 
     Raises:
@@ -104,6 +106,7 @@ async def ask_settings(
 
     async def ask(peer_id: PeerId, maddrs: tuple[str, ...], dial_s: float) -> None:
         nonlocal refused
+        told: RunConfig | ConfigError | None = None
         try:
             with trio.move_on_after(dial_s) as scope:
                 link = await links.connect(peer_id, list(maddrs))
@@ -111,24 +114,21 @@ async def ask_settings(
                 cut_short.add(peer_id)
                 return
             _, payload = await links.request(link, "settings", timeout_s=timeout_s)
-            told: RunConfig | ConfigError = _parse_settings(peer_id, payload)
+            told = _parse_settings(peer_id, payload)
         except (RunKeyError, NotAllowedError) as error:
             refused = error if peer_id in chosen else refused
-            answers.failures[peer_id] += 1
-            return
         except (PeerLostError, WireError, RunMismatchError) as error:
             # It has ended since, or is now a member of another run.
             logger.debug("no settings from %s: %s", peer_id, error)
-            answers.failures[peer_id] += 1
-            return
         except ConfigError as error:
             told = error
         except Exception as error:
             errors.note(f"reading the settings of {peer_id}; other members are asked", error)
-            answers.failures[peer_id] += 1
-            return
         finally:
             asking.remove(peer_id)
+        if told is None:
+            answers.failures[peer_id] += 1
+            return
         answers.add(peer_id, told)
         if answers.is_enough(found):
             nursery.cancel_scope.cancel()
@@ -151,10 +151,9 @@ async def ask_settings(
                 crowded = len(idle) > DIALLED_AT_ONCE
                 for peer_id in idle[: DIALLED_AT_ONCE - len(asking)]:
                     asking.add(peer_id)
-                    hurried = (
-                        crowded and peer_id not in chosen and peer_id not in cut_short and not answers.failures[peer_id]
-                    )
-                    nursery.start_soon(ask, peer_id, members[peer_id][0], FIRST_DIAL_S if hurried else math.inf)
+                    is_first = not (peer_id in chosen or peer_id in cut_short or answers.failures[peer_id])
+                    dial_s = FIRST_DIAL_S if crowded and is_first else math.inf
+                    nursery.start_soon(ask, peer_id, members[peer_id][0], dial_s)
                 await trio.sleep(0.3)
             nursery.cancel_scope.cancel()
     best, untried = answers.best, len(answers.untried(found))
@@ -188,10 +187,10 @@ def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:
 
 
 class SettingsAnswers:
-    """The answers of peers to one joiner; `ask_settings` explains the arguments.
+    """The settings that a joiner received; `ask_settings` explains the arguments.
 
     Attributes:
-        answered: the peers that gave settings, or settings that we cannot use.
+        answered: the peers that sent settings, whether or not we can use them.
         failures: how often each peer could not be asked.
     """
 
@@ -206,7 +205,7 @@ class SettingsAnswers:
         self._misfit: RunConfig | None = None
 
     def add(self, peer_id: PeerId, told: RunConfig | ConfigError) -> None:
-        """A peer's settings, or why this version of p2ptrain cannot use them."""
+        """Take a peer's settings, or the reason why this version of p2ptrain cannot use them."""
         self.answered.add(peer_id)
         if peer_id in self._chosen:
             self._answer = told
@@ -221,11 +220,11 @@ class SettingsAnswers:
 
     @property
     def best(self) -> RunConfig | ConfigError | None:
-        """The answer that counts: of a chosen peer, else one that fits, else any."""
+        """The answer with precedence: of a chosen peer, else one that fits, else any."""
         return self._answer or self._hearsay or self._misfit
 
     def is_enough(self, found: Collection[PeerId]) -> bool:
-        """Whether no outstanding answer of the announced peers would take precedence over the best one so far."""
+        """Whether there is an answer, and no announced peer that has not answered could send a better one."""
         # An initial peer without a record may be a bootstrap node, which answers no Hello.
         waiting = any(peer_id in self._chosen for peer_id in self.untried(found))
         all_answered = self.answered.issuperset(found)
@@ -236,7 +235,7 @@ class SettingsAnswers:
         )
 
     def untried(self, found: Collection[PeerId]) -> set[PeerId]:
-        """Those of the announced peers that neither answered nor failed."""
+        """The announced peers that have neither answered nor failed."""
         return {peer_id for peer_id in found if peer_id not in self.answered and not self.failures[peer_id]}
 
 
@@ -251,9 +250,9 @@ async def check_key(
 
 
 async def refused_by(links: Links, chosen: Collection[PeerId]) -> RunKeyError | NotAllowedError | None:
-    """How a chosen peer refuses us; None if none does.
+    """The error of a chosen peer that refuses us; None if none does.
 
-    They are dialled without a record, as those of a run with another key have none that we can find.
+    We dial chosen peers without looking up their records: under another key we could not find these.
     """
     refused: list[RunKeyError | NotAllowedError] = []
 
@@ -263,7 +262,7 @@ async def refused_by(links: Links, chosen: Collection[PeerId]) -> RunKeyError | 
         except (RunKeyError, NotAllowedError) as error:
             refused.append(error)
         except P2PTrainError as error:
-            logger.debug("whether %s refuses us is not known: %s", peer_id, error)
+            logger.debug("%s may refuse us: %s", peer_id, error)
 
     with trio.move_on_after(ASK_KEY_S):
         async with trio.open_nursery() as nursery:
@@ -283,9 +282,9 @@ async def ask_tokenizer(
     closed: ClosedRun | None = None,
     refusal: Refusal = no_refusal,
 ) -> bytes | None:
-    """The file with this hex SHA-256 from one of the run's members; None if none that was tried gave it within ASK_S.
+    """Download the file with this hex SHA-256 from one of the run's members; None if that fails.
 
-    The user's initial peers (`chosen`) are asked first, then others at random, MOST_TRIED in all.
+    The user's initial peers (`chosen`) are asked first, then others at random: MOST_TRIED in all, for at most ASK_S.
     """
     directory = directory_of(directory, closed, transport.peer_id)
     errors = ErrorLog(logger)
@@ -310,9 +309,9 @@ async def ask_tokenizer(
 
 
 async def _download(links: Links, peer_id: PeerId, maddrs: tuple[str, ...], sha256: str) -> bytes | None:
-    """All pieces from one member; None if it does not have the file, or cannot be dialled in time.
+    """Download the file from one member; None if it does not have the file, or cannot be dialled in time.
 
-    Raises WireError if what it sends is not the file, and PeerLostError if it stops answering.
+    Raises WireError if it sends another file, and PeerLostError if it stops answering.
     """
     link: Link | None = None
     with trio.move_on_after(CONNECT_S):
@@ -340,7 +339,7 @@ def tokenizer_piece(file: bytes, index: int) -> bytes | None:
 
 
 class _ObserverEvents:
-    """Link events of an observer, which ignores all messages. Links keep heartbeats themselves."""
+    """Link events of an observer, which ignores all messages. Each link keeps the last heartbeat itself."""
 
     async def on_message(self, link: Link, message: Message, payload: bytes) -> None: ...
 
@@ -356,7 +355,7 @@ class _ObserverEvents:
 async def observer_links(
     transport: Transport, run_id: str, closed: ClosedRun | None = None, refusal: Refusal = no_refusal
 ) -> AsyncIterator[Links]:
-    """Links of an observer."""
+    """Accept and open links as an observer."""
     # The time distinguishes several observers with one identity.
     hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, (), b"")
     links = Links(transport, lambda: hello, _ObserverEvents(), admission=Admission(closed=closed, refusal=refusal))

@@ -1,7 +1,7 @@
 """Announces this peer in the directory, finds other members there and through partners, and links to them.
 
-A record is only a hint where to dial: a peer is live as long as a link to it is, by our own clock. `neighbours` decides
-whom to dial.
+A record only says where a peer may be dialled. A peer is live while there is a link to it. `neighbours` decides which
+peers to dial.
 """
 
 from __future__ import annotations
@@ -35,38 +35,39 @@ from p2ptrain.protocol.wire.transport import Directory, PeerId
 
 logger = logging.getLogger(__name__)
 
-# A lookup of two keys is cheap. Partners' heartbeats also mention new peers.
+# Interval of lookups of two keys, which are cheap. Partners' heartbeats also name new peers.
 LOOKUP_EVERY_S = 5.0
 # Interval of lookups of all keys, until a member is found.
 EAGER_LOOKUP_S = 0.5
-# A joiner that is linked with a peer that has the state dials no more than that at first: it needs few donors (guess).
+# For this long, a joiner that is linked with a peer that has the state opens few more links: it needs few donors
+# (guess).
 FEW_LINKS_S = 5.0
-# A link to a neighbour that ended is not opened again for a while: that peer may have too many.
+# A link to a neighbour that ended is not opened again for this long: that peer may have too many links.
 NEIGHBOUR_RETRY_S, ROUND_PEER_RETRY_S = 30.0, 5.0
-# Interval of lookups until as many keys are counted again, after the size has changed.
+# Interval of lookups after the swarm's size has changed, until enough keys are counted again.
 COUNT_AGAIN_S = 1.0
-# With enough links, lookups are so much rarer that a peer reads about this many records in an interval.
+# With enough links, lookups become rarer, so that a peer reads about this many records in LOOKUP_EVERY_S.
 RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 8.0, 60.0
-# How often links are looked after, in a small swarm and while joining, and in a large one.
+# How often we check which peers to dial: in a small swarm and while joining, and in a large swarm.
 POLL_S, LARGE_POLL_S = 0.2, 1.0
-# How often a large swarm's peers of the next round are listed anew: each new link brings a Beat that names one.
+# How often the list of peers to name in Beats is renewed in a large swarm.
 LIST_EVERY_S = 1.0
-# Members remembered at most; by a joiner, which has to try them all, as many as the directory's keys hold.
+# Members remembered. A joiner has to try them all, so it remembers as many as the directory's keys hold.
 MAX_KNOWN = 256
 MAX_KNOWN_JOINING = 2048
-# Of these, in a large swarm, places that looked-up peers leave to those that Beats name, which may not displace them:
-# the peers of the next round, most of whom are found so.
+# In a large swarm, looked-up peers leave this many of these places to peers named in Beats, which may not displace
+# them: most peers of the next round are found that way.
 ROOM_FOR_NAMED = 96
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPeers:
-    """Whom the rounds of this peer need links to.
+    """Which peers this peer needs links to for its rounds.
 
     Attributes:
-        is_candidate: whether a peer is a voter of the next round, or likely drawn for it.
-        may_be_candidate: whether others may think so.
-        in_round: whether a round is under way, so that no link must end.
+        is_candidate: whether a peer is a voter of the next round, or likely to be drawn for it.
+        may_be_candidate: whether it may be one by the estimate of another peer.
+        in_round: whether a round is under way, so that no link may end.
     """
 
     is_candidate: Callable[[PeerId], bool]
@@ -90,7 +91,7 @@ class Membership:
         rng: random.Random,
         rounds: RoundPeers = EVERYBODY,
     ) -> None:
-        """`maddrs` gives our current addresses. The initial peers of the user are dialled first."""
+        """`maddrs` returns our current addresses."""
         self.rounds = rounds
         self.known: dict[PeerId, KnownPeer] = {}
         self.looked_up = trio.Event()
@@ -111,16 +112,15 @@ class Membership:
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
-        self._most_links = MAX_KNOWN
         self._most_known = MAX_KNOWN_JOINING
         self._joining = True
-        # Whether there were more peers than can be remembered.
+        # Whether a joiner found more peers than it can remember.
         self._overrun = False
         self._looking_up = ErrorLog(logger)
 
     async def run_forever(self) -> None:
         self._began_s = trio.current_time()
-        # The network layer has their addresses, and is connected to them; a bootstrap node refuses the link.
+        # The network layer knows the addresses of initial peers. A bootstrap node among them refuses the link.
         for peer_id in sorted(self._chosen):
             self.hint(peer_id, ())
         async with trio.open_nursery() as nursery:
@@ -134,13 +134,8 @@ class Membership:
 
     @property
     def is_large(self) -> bool:
-        """Whether we link to a part of the swarm only."""
+        """Whether the swarm is so large that we link only to a part of it."""
         return not self._joining and self.size.estimate > neighbours.MAX_DIALLED
-
-    @property
-    def _most_found(self) -> int:
-        """Peers remembered at most when the directory names more."""
-        return self._most_known - (ROOM_FOR_NAMED if self.is_large else 0)
 
     def welcome(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
         """A peer is linked with us."""
@@ -152,14 +147,14 @@ class Membership:
             self._tell_if_private(peer_id)
 
     def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = TRAINER, *, teller: PeerId = "") -> None:
-        """Remember a peer, to dial it later. With too many, the first of `forget_order` is forgotten.
+        """Remember a peer, to dial it later. If there are too many, forget the first in `forget_order`.
 
         A joiner dials all peers that it finds. It forgets only peers that others named, to make room for one that it
         looked up.
 
         Args:
-            teller: the peer that named this one in a heartbeat. Such a name does not displace a peer that we found
-                ourselves, or its addresses.
+            teller: the peer that named this one in a heartbeat. Such a hint displaces neither a peer that we found
+                ourselves nor its addresses.
         """
         if peer_id == self._me or not peer_id or len(peer_id) > MAX_PEER_ID:
             return
@@ -185,7 +180,7 @@ class Membership:
             self.known[peer_id] = KnownPeer(maddrs, role, now, teller, now)
 
     def _make_room(self, count: int, *, is_named: bool = False) -> None:
-        """Forget some peers without a link. `is_named`: for one that another peer named."""
+        """Forget `count` peers without a link. `is_named`: to make room for one that another peer named."""
         if count <= 0 or (is_named and self._joining):
             return
         idle = {peer_id: member for peer_id, member in self.known.items() if self._links.get(peer_id) is None}
@@ -194,16 +189,17 @@ class Membership:
                 del self.known[peer_id]
 
     def _make_room_for_found(self, new: Collection[PeerId]) -> None:
-        """Forget found peers that are too many with new ones, and then whoever is too many with those named."""
+        """Forget peers without a link, so that these new ones fit: first found ones, then of all."""
         found = {peer_id: member for peer_id, member in self.known.items() if not member.teller}
         idle = {p: member for p, member in found.items() if p not in new and self._links.get(p) is None}
-        for peer_id in forget_order(idle)[: max(0, len(found.keys() | new) - self._most_found)]:
+        most_found = self._most_known - (ROOM_FOR_NAMED if self.is_large else 0)
+        for peer_id in forget_order(idle)[: max(0, len(found.keys() | new) - most_found)]:
             del self.known[peer_id]
         self._make_room(len(self.known.keys() | new) - self._most_known)
 
     def settle(self) -> None:
-        """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
-        self._joining, self._most_links, self._most_known = False, neighbours.MAX_DIALLED, MAX_KNOWN
+        """This peer has the run's state: link only to a part of the swarm from now on, and remember fewer peers."""
+        self._joining, self._most_known = False, MAX_KNOWN
         self.size.settle()
         self._make_room_for_found(())
 
@@ -212,7 +208,7 @@ class Membership:
         self._stopped = True
 
     def forget(self, peer_id: PeerId) -> None:
-        """A peer has left. Its record remains for a while and is ignored; if it rejoins, it dials us."""
+        """A peer has left. Ignore its record, which remains for a while. If the peer comes back, it dials us."""
         now = trio.current_time()
         self.known.pop(peer_id, None)
         self._ignored_until_s = {peer: until_s for peer, until_s in self._ignored_until_s.items() if until_s > now}
@@ -224,12 +220,12 @@ class Membership:
 
     @property
     def undecided(self) -> bool:
-        """Whether some announced peer has not been dialled to the end yet: it may have the run's state."""
+        """Whether the first dial of an announced peer has not ended yet: that peer may have the run's state."""
         untried = any(self._links.get(peer) is None and self._is_untried(peer) for peer in self.known)
         return untried or self._overrun
 
     def _is_untried(self, peer_id: PeerId) -> bool:
-        """Whether a known peer was not dialled to the end yet.
+        """Whether no dial of a known peer has ended yet.
 
         An initial peer without a record does not count: it may be a bootstrap node, which answers no Hello.
         """
@@ -237,7 +233,7 @@ class Membership:
         return member.dials == 0 and (bool(member.maddrs) or peer_id not in self._chosen)
 
     def sample(self, count: int) -> tuple[tuple[PeerId, tuple[str, ...]], ...]:
-        """A few peers, for other peers to learn about: linked ones, or in a large swarm those of the next round."""
+        """A few peers to name in a Beat: linked ones, or in a large swarm those of the next round."""
         now = trio.current_time()
         if not self.is_large or now >= self._listed_s + LIST_EVERY_S:
             self._listed, self._listed_s = self._nameable(), now
@@ -248,7 +244,7 @@ class Membership:
         linked = sorted(peer for peer in self._linked() if self.known[peer].role == TRAINER)
         if not self.is_large:
             return linked
-        # Not those that were only named to us: names can be made up, and would spread.
+        # Not peers that others only named to us: made-up names would spread.
         found = [peer for peer, member in self.known.items() if member.maddrs and not member.teller]
         return sorted(filter(self.rounds.is_candidate, found)) or linked
 
@@ -258,21 +254,22 @@ class Membership:
 
     def _tell_if_private(self, peer_id: PeerId) -> None:
         """Warn if this peer cannot be dialled over the internet, once a public peer was reached."""
-        relayed = [maddr for maddr in self._maddrs() if is_relayed(maddr)]
-        direct = [maddr for maddr in self._maddrs() if not is_relayed(maddr)]
-        if not self._maddrs() or is_public(direct):
+        own = self._maddrs()
+        direct = [maddr for maddr in own if not is_relayed(maddr)]
+        if not own or is_public(direct):
             return
         self._told_private = True
+        level, consequence = logging.WARNING, "it has no direct link to other peers behind NAT"
+        if len(direct) < len(own):
+            level, consequence = logging.INFO, "peers behind NAT reach it through a relay"
         logger.log(
-            logging.INFO if relayed else logging.WARNING,
+            level,
             "%s is reached over the internet, but this peer has only private addresses (%s): peers outside cannot dial "
             "it, and %s. To change that, forward a port of your router to it and give --announce-maddrs "
             "/ip4/ROUTER/tcp/PORT",
             peer_id,
             ", ".join(maddr.partition("/p2p/")[0] for maddr in direct),
-            "peers behind NAT reach it through a relay"
-            if relayed
-            else "it has no direct link to other peers behind NAT",
+            consequence,
         )
 
     async def _discover(self) -> None:
@@ -288,13 +285,13 @@ class Membership:
             await trio.sleep(EAGER_LOOKUP_S if eager else self._lookup_s())
 
     def _due_buckets(self) -> set[int]:
-        """The keys to look up: another one each time, and in a small swarm our own."""
+        """The keys to look up now: another one each time, and in a small swarm our own too."""
         self._next_buckets = self._next_buckets or self._rng.sample(range(BUCKETS), BUCKETS)
         due = {self._next_buckets.pop()}
         return due if self.is_large else due | {bucket_of(self._me)}
 
     def _lookup_s(self) -> float:
-        """Seconds until the next lookup: more if there is more to read, we have links enough and the size stays."""
+        """Seconds until the next lookup: more if keys are full, we have enough links and the size is steady."""
         if self.is_large and not self.size.is_counted:
             return COUNT_AGAIN_S
         if not self.is_large or len(self._linked()) < neighbours.NEIGHBOURS:
@@ -305,29 +302,31 @@ class Membership:
     async def _look_up(self, bucket: int, done: set[int]) -> None:
         with self._looking_up.containing("looking up members"):
             found = await self._directory.lookup(member_key(self._run_id, bucket))
-            # One identity has a place under one key only.
+            # An identity belongs under one key only.
             of_key = {peer_id: value for peer_id, value in found.items() if bucket_of(peer_id) == bucket}
             records = {peer_id: record for peer_id, value in of_key.items() if (record := decode_record(value))}
             if not self._joining:
-                # For all at once: with one after the other, this is most of what a lookup costs.
+                # For all at once. For one after the other, this would be most of the cost of a lookup.
                 self._make_room_for_found(records.keys())
             for peer_id, record in records.items():
                 self.hint(peer_id, *record)
             linked = {peer_id for peer_id in records if peer_id == self._me or self._links.get(peer_id) is not None}
-            # Made-up records that are never dialled would not lower the share of those that are reached.
+            # Records that are never dialled are not counted: made-up ones would not lower the share of those reached.
             own = self._maddrs()
             counted = linked | {peer_id for peer_id, (maddrs, _) in records.items() if worth_dialling(own, maddrs)}
             self.size.note_count(bucket, len(counted), len(linked))
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
-        """Start dials, as `neighbours` decides."""
+        """Start dials. `neighbours` decides which."""
         now, is_large, linked = trio.current_time(), self.is_large, self._linked()
-        of_round = set(filter(self._of_round(), self.known)) if is_large else set()
+        takes_part = is_large and self.rounds.is_candidate(self._me)
+        of_round = set(filter(self.rounds.is_candidate, self.known)) if takes_part else set()
         due = neighbours.in_order(self._due(now, of_round), self.known, self._chosen, self._rng)
-        dialled, most_links = due, self._most_links
+        dialled, most_links = due, MAX_KNOWN if self._joining else neighbours.MAX_DIALLED
         if is_large:
-            # Not those that came and name no lineage. Links to them never end, and they need not be joiners.
+            # Peers that dialled us and have no state do not count: links to them never end, and they may not be
+            # joiners.
             linked = [peer_id for peer_id in linked if self.known[peer_id].is_ours or self._has_state(peer_id)]
             dialled = neighbours.whom_to_dial(due, self.known, linked, self._dialling, of_round, self._rng)
             most_links = neighbours.MAX_ROUND_LINKS + neighbours.NEIGHBOURS
@@ -340,7 +339,7 @@ class Membership:
             nursery.start_soon(self._dial_one, peer_id, peer, timeout_s)
 
     def _due(self, now: float, of_round: Collection[PeerId]) -> list[PeerId]:
-        """Whom to dial again or for the first time. Notes who is linked; forgets those that are no longer announced."""
+        """The peers that may be dialled now. Also notes which are linked, and forgets those no longer announced."""
         due: list[PeerId] = []
         for peer_id, peer in list(self.known.items()):
             if self._links.get(peer_id) is not None:
@@ -357,19 +356,15 @@ class Membership:
         return due
 
     def _has_state(self, peer_id: PeerId) -> bool:
-        """Whether a peer is linked and says that it has the run's state."""
+        """Whether a peer is linked and reports that it has the run's state."""
         link = self._links.get(peer_id)
         return link is not None and link.beat is not None and bool(link.beat.lineage)
-
-    def _of_round(self) -> Callable[[PeerId], bool]:
-        """The peers that we must be linked with for the next round: none if we do not take part in it."""
-        return self.rounds.is_candidate if self.rounds.is_candidate(self._me) else lambda peer_id: False
 
     def _prune(self) -> None:
         """In a large swarm, end links to neighbours that are too many.
 
-        Not one to a joiner, nor one to a peer that may need us for the round by its own estimate of the swarm's size:
-        it would link again at once.
+        Links to joiners are kept, and links to peers that may need us for the round by their own estimate of the
+        swarm's size, as these would link again at once.
         """
         if not self.is_large or self.rounds.in_round():
             return
@@ -378,11 +373,11 @@ class Membership:
         links = {peer_id: link for peer_id in linked if (link := self._links.get(peer_id)) is not None}
         in_use = {peer_id for peer_id, link in links.items() if link.is_in_use}
         for peer_id in neighbours.whom_to_leave(links, self.known, in_use, self._rng):
-            links[peer_id].close("it has links enough")
+            links[peer_id].close("this peer has enough links")
 
     async def _dial_one(self, peer_id: PeerId, member: KnownPeer, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):
-            # One that others only named need not be announced.
+            # A peer that others only named may not be announced.
             is_counted = member.dials == 0 and not member.cut_short and not member.teller
             member.cut_short = reached = False
             try:

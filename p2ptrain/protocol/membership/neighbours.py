@@ -1,7 +1,7 @@
-"""What a peer remembers of others, whom of them it dials, which links it ends and whom it forgets. Pure.
+"""Which peers a peer dials, which links it ends, and which peers it forgets. Pure.
 
-In a swarm of up to MAX_DIALLED peers each links to all. In a larger one a member links to the peers of the next round,
-if it takes part in it, and to a few others, its neighbours.
+In a swarm of up to MAX_DIALLED peers, each links to all others. In a larger one, a member links to the peers of the
+next round, if it takes part in it, and to a few others, its neighbours.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from p2ptrain.protocol.membership.reachability import is_public
 from p2ptrain.protocol.wire.transport import PeerId
 
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-# After this many failed dials, a peer without a public address counts as behind another NAT. It is tried rarely then,
-# in case it moves into our network.
+# After this many failed dials, a peer without a public address is assumed to be behind another NAT. It is then tried
+# rarely, in case it moves into our network.
 PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
 # A member links to this many peers. Gossip needs no more, because its partners are uniformly random. A joiner links to
 # all known peers, because it must know whether any of them has the run's state.
 MAX_DIALLED = 64
-# In a larger swarm a member links to the candidates of the next round, if it is one, and to NEIGHBOURS others. It ends
-# links to others beyond MAX_NEIGHBOURS. Random graphs of this degree have short paths (guess).
+# In a larger swarm, a member links to this many peers besides those of the next round, and ends links beyond the second
+# number. Random graphs of this degree have short paths (guess).
 NEIGHBOURS, MAX_NEIGHBOURS = 16, 24
 # In a larger swarm, a member with this many links dials no more peers of the next round.
 MAX_ROUND_LINKS = 128
@@ -39,15 +39,15 @@ FIRST_DIAL_S = 3.0
 
 @dataclass(slots=True)
 class KnownPeer:
-    """What is remembered of a peer.
+    """What we remember of a peer.
 
     Attributes:
-        seen_s: time of the last news about it, from any peer.
+        seen_s: when we last heard of it, from any peer.
         teller: the peer that named it in a heartbeat; empty if it was linked, looked up or is an initial peer.
         found_s: when it was last linked, looked up or given by the user.
-        retry_s: seconds until the next dial; doubles with every failed one.
-        dials: dials that ended.
-        cut_short: whether its only dial so far ended early, because too many peers waited for theirs.
+        retry_s: seconds from the next dial that fails to the one after it; doubles each time.
+        dials: number of dials that ended.
+        cut_short: whether its only dial so far ended early, because too many other peers waited to be dialled.
         reached: whether it was ever linked.
         is_ours: whether we opened the last link to it.
     """
@@ -66,12 +66,12 @@ class KnownPeer:
 
     @property
     def extra_delay_s(self) -> float:
-        """Additional delay before the next dial of an unreached peer without a public or relayed address."""
+        """Additional delay before the next dial, if the peer was never reached and has no public or relayed address."""
         failed = self.dials >= PRIVATE_DIALS and not self.reached
         return PRIVATE_RETRY_S if failed and not is_public(self.maddrs) else 0.0
 
     def note_linked(self, now: float, next_dial_s: float) -> None:
-        """It is linked. If the link ends, it is not dialled before `next_dial_s`."""
+        """Note that the peer is linked. If the link ends, it is not dialled before `next_dial_s`."""
         self.seen_s, self.retry_s, self.next_dial_s, self.reached = now, FIRST_RETRY_S, next_dial_s, True
         self.teller, self.found_s = "", now
 
@@ -80,7 +80,7 @@ def forget_order(idle: Mapping[PeerId, KnownPeer]) -> list[PeerId]:
     """The order in which peers are forgotten when there are too many.
 
     Peers that others named come first, because names can be made up: each time the oldest one of the teller that named
-    most of those left. Then come the peers that we found ourselves, those found longest ago first.
+    most of those left. The peers that we found ourselves follow, those found longest ago first.
     """
     newest_first = sorted((p for p in idle if idle[p].teller), key=lambda p: -idle[p].seen_s)
     told: Counter[PeerId] = Counter()
@@ -95,7 +95,7 @@ def forget_order(idle: Mapping[PeerId, KnownPeer]) -> list[PeerId]:
 def in_order(
     due: Collection[PeerId], known: Mapping[PeerId, KnownPeer], chosen: Collection[PeerId], rng: random.Random
 ) -> list[PeerId]:
-    """Return the peers in the order in which to dial them.
+    """The peers in the order in which to dial them.
 
     If there are many, the initial peers come first, then those dialled least often. Among equals the order is random:
     in the order of ids, or of their arrival, made-up records could come before all others.
@@ -115,7 +115,7 @@ def whom_to_dial(
     of_round: Collection[PeerId],
     rng: random.Random,
 ) -> list[PeerId]:
-    """Return whom to dial in a large swarm: peers of the next round, then as many others as neighbours are missing.
+    """The peers to dial in a large swarm: those of the next round, then others while we have too few neighbours.
 
     Of the peers of the round, those that we found ourselves come first, then a few of those that others named.
     """
@@ -130,9 +130,10 @@ def whom_to_dial(
 
 
 def missing_neighbours(neighbours: Collection[KnownPeer]) -> int:
-    """How many more neighbours a peer of a large swarm needs, if it is linked with these.
+    """How many more neighbours a peer of a large swarm needs besides these.
 
-    At least half must be of its own choice. Otherwise peers that link to it would replace each neighbour that it loses.
+    It must have dialled at least half of them itself. Otherwise peers that dial it would replace each one that it
+    loses.
     """
     own = sum(neighbour.is_ours for neighbour in neighbours)
     return max(NEIGHBOURS - len(neighbours), NEIGHBOURS // 2 - own, 0)
@@ -152,10 +153,10 @@ def time_limit_s(peer: KnownPeer, *, is_chosen: bool, due: int) -> float:
 def whom_to_leave(
     neighbours: Collection[PeerId], known: Mapping[PeerId, KnownPeer], in_use: Collection[PeerId], rng: random.Random
 ) -> list[PeerId]:
-    """Return the neighbours beyond MAX_NEIGHBOURS in a large swarm, drawn at random.
+    """The neighbours beyond MAX_NEIGHBOURS whose links end in a large swarm, drawn at random.
 
-    Links in use are kept, and NEIGHBOURS that we dialled ourselves. Otherwise peers that link to us would replace those
-    in time, and we would see no others.
+    Links in use are kept, and up to NEIGHBOURS links that we opened ourselves. Otherwise peers that dial us would in
+    time replace those, and we would see no others.
     """
     ours = [peer_id for peer_id in neighbours if known[peer_id].is_ours]
     kept = sorted(ours, key=lambda peer_id: peer_id not in in_use)[:NEIGHBOURS]

@@ -1,6 +1,6 @@
-"""Decides from addresses which peers can be dialled. A machine behind NAT has only addresses of its own network.
+"""Decides by addresses which peers can be dialled. A machine behind NAT has only addresses of its own network.
 
-Names, relayed addresses and anything else that is not an IP address count as public.
+Names, relayed addresses and all other addresses that are not IP addresses count as public.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def is_public(maddrs: Iterable[str]) -> bool:
 
 
 def best_first(maddrs: Iterable[str]) -> list[str]:
-    """Addresses for peers that may be anywhere: public ones, relayed ones, then those of our networks.
+    """Sort addresses for peers that may be anywhere: public, then relayed, then local ones.
 
-    Loopback addresses only if there are no others.
+    Loopback addresses are included only if there are no others.
     """
 
     def rank(maddr: str) -> int:
@@ -65,8 +65,8 @@ def best_first(maddrs: Iterable[str]) -> list[str]:
 def worth_dialling(own: Iterable[str], theirs: Iterable[str]) -> bool:
     """Whether a peer with addresses `own` may reach one with addresses `theirs`.
 
-    Two peers with private addresses may be in the same network. A machine with only public addresses is in no private
-    network. For a peer without addresses, libp2p's own directory may know one.
+    Two peers with private addresses may be in the same network. A machine that has only public addresses is in no
+    private network. If a peer has no addresses here, libp2p's own directory may have some.
     """
     ours, scopes = {scope_of(maddr) for maddr in own}, {scope_of(maddr) for maddr in theirs}
     if scopes != {Scope.MACHINE}:

@@ -1,7 +1,4 @@
-"""The status of a run's members: of the linked ones by their heartbeats, and of all that an observer can ask.
-
-An observer receives heartbeats and answers, but is not a member.
-"""
+"""The status of a run's members: those linked with this peer (`describe`), or all that an observer finds."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ T = TypeVar("T")
 
 # A linked peer sends its first heartbeat at once.
 FIRST_BEAT_S = 3.0
-# A member with a full link may take long; its strikes and relayed links are left out then.
+# A member with a full link may take longer. Its strikes and relayed links are then left out.
 LIST_TIMEOUT_S = 2.0
 # Usually a peer behind NAT, or one that ended before its record expired.
 UNREACHABLE = "cannot be reached from here"
@@ -44,11 +41,11 @@ class PeerStatus:
     """Another live peer.
 
     Attributes:
-        status: its current activity, in words; "" before its first heartbeat. Safe to print.
-        step: its step of the run.
+        status: its current activity; "" before its first heartbeat. Safe to print.
+        step: its position, in steps of the run.
         round: number of its next round.
-        speed: inner steps per second; 0 if not known yet.
-        rtt_s: round-trip time; 0 if not known yet.
+        speed: inner steps per second; 0 if unknown.
+        rtt_s: round-trip time; 0 if unknown.
     """
 
     peer_id: PeerId
@@ -60,7 +57,7 @@ class PeerStatus:
 
 
 def describe(links: Iterable[Link]) -> list[PeerStatus]:
-    """Status of the linked peers, sorted by peer id. Any thread may call it."""
+    """The status of linked peers, sorted by peer id. Any thread may call it."""
 
     def status(link: Link) -> PeerStatus:
         if (beat := link.beat) is None:
@@ -72,10 +69,13 @@ def describe(links: Iterable[Link]) -> list[PeerStatus]:
 
 @dataclass(frozen=True)
 class MemberInfo:
-    """A member's status, as it reports it, safe to print. `speed` is in inner steps per second.
+    """A member's status, as the member reports it. Safe to print.
 
-    `strikes`: whom it has struck, the newest first; empty, too, if it did not answer. `relayed`: the members that its
-    bulk bytes reach through a relay, and which one, or ("") through libp2p alone; None if it did not answer.
+    Attributes:
+        speed: inner steps per second.
+        strikes: the peers that it has given strikes, the newest first. Also empty if it did not answer.
+        relayed: the members that its bulk bytes reach through a relay (and which), or only through libp2p (""). None if
+            it did not answer.
     """
 
     peer_id: PeerId
@@ -98,9 +98,9 @@ async def list_members(
     chosen: Collection[PeerId] = (),
     closed: ClosedRun | None = None,
 ) -> list[MemberInfo]:
-    """Members of a run that can be reached from here, and members behind NAT that cannot.
+    """The members of a run that can be reached from here, and those behind NAT that cannot.
 
-    Raises RunKeyError or NotAllowedError if there is none, and a chosen peer refuses us.
+    Raises RunKeyError or NotAllowedError if there are none, and a chosen peer refuses us.
     """
     directory = directory_of(directory, closed, transport.peer_id)
     refused: RunKeyError | NotAllowedError | None = None
@@ -139,12 +139,12 @@ async def list_members(
 
 
 async def ask_relayed(links: Links, link: Link) -> dict[PeerId, PeerId] | None:
-    """What a member says of its links, as `MemberInfo.relayed`; None if it does not answer within seconds."""
+    """Ask a member for its relayed links (see `MemberInfo.relayed`). None if it does not answer within seconds."""
     return await _ask_list(links, link, "relayed", parse_relayed)
 
 
 async def _ask_list(links: Links, link: Link, what: str, parse: Callable[[bytes], T]) -> T | None:
-    """What a member tells observers about itself; None if it does not answer."""
+    """Ask a member for one of the lists that observers may request. None if it does not answer."""
     try:
         answer, payload = await links.request(link, what, timeout_s=LIST_TIMEOUT_S)
         return parse(payload) if answer.found else None
@@ -154,7 +154,7 @@ async def _ask_list(links: Links, link: Link, what: str, parse: Callable[[bytes]
 
 
 def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
-    """The answer to a request for strikes, its texts made safe to print. Raises WireError."""
+    """Parse an answer to a request for strikes, and make its texts safe to print. Raises WireError."""
     told = _list_of(payload, list[Struck], "strikes", MAX_STRIKES_BYTES)
     if not all(0 < struck.count < 2**31 and 0 <= struck.age_s < math.inf for struck in told):
         raise WireError("impossible counts or ages of strikes")
@@ -165,7 +165,7 @@ def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
 
 
 def parse_relayed(payload: bytes) -> dict[PeerId, PeerId]:
-    """The answer to a request for relayed links, made safe to print. Raises WireError."""
+    """Parse an answer to a request for relayed links, and make it safe to print. Raises WireError."""
     told = _list_of(payload, dict[str, str], "relayed links", MAX_RELAYED_BYTES)
     return {shown(peer_id, MAX_PEER_ID): shown(relay, MAX_PEER_ID) for peer_id, relay in told.items()}
 

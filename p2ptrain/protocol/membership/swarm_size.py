@@ -1,7 +1,7 @@
-"""An estimate of how many peers a swarm has, from the peers that are announced. Pure.
+"""Estimates how many peers a swarm has, from the announced records. Pure.
 
-Anybody can announce peers that do not exist. So those that we are not linked with count by the share of them that we
-reached when we dialled them for the first time: a retry says nothing new.
+Anybody can announce peers that do not exist. So announced peers without a link are counted only by the share that
+answered our first dial. Retries do not count, as they say nothing new.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import math
 from collections import deque
 from statistics import fmean
 
-# The estimate needs so many keys; it remembers so many dials.
+# How many keys the estimate needs, and how many dials it remembers.
 MIN_COUNTED, DIALS_REMEMBERED = 4, 64
-# If a key's count differs from the mean by more than this many standard deviations, the swarm's size has changed.
+# The swarm's size has changed if a key's count differs from the mean by more than this many standard deviations.
 CHANGED_SIGMAS = 3.0
 
 
@@ -20,7 +20,7 @@ class SwarmSize:
     """Counts records and dials. The records of a swarm are spread over `keys` keys.
 
     Attributes:
-        estimate: of the swarm's size; 0 until enough is counted.
+        estimate: the swarm's estimated size; 0 until enough keys are counted.
     """
 
     def __init__(self, keys: int) -> None:
@@ -32,9 +32,9 @@ class SwarmSize:
         self._reached: deque[bool] = deque(maxlen=DIALS_REMEMBERED)
 
     def note_count(self, key: int, count: int, linked: int) -> None:
-        """A key has so many records that count, so many of them of peers that we are linked with, or our own.
+        """Note that a key has `count` records, `linked` of them our own or of linked peers.
 
-        If the swarm's size has changed, forget what the other keys had.
+        If the swarm's size has changed, forget the counts of the other keys.
         """
         mean = self.records_per_key if self._counts else count
         if abs(count - mean) > CHANGED_SIGMAS * math.sqrt(max(1.0, mean)):
@@ -46,27 +46,27 @@ class SwarmSize:
         self._update()
 
     def note_dial(self, *, reached: bool) -> None:
-        """The first dial of an announced peer has ended. One that was cut short has reached nobody yet."""
+        """Note that the first dial of an announced peer has ended. A dial that was cut short has not reached it."""
         self._reached.append(reached)
         self._update()
 
     def settle(self) -> None:
-        """We have joined: what was counted before does not show that the size stays the same."""
+        """Note that we have joined: earlier counts do not show that the size is steady."""
         self._agreed = 0
 
     @property
     def is_counted(self) -> bool:
-        """Whether enough keys are counted for an estimate."""
+        """Whether enough keys are counted."""
         return len(self._counts) >= MIN_COUNTED
 
     @property
     def records_per_key(self) -> float:
-        """The mean of the records of the keys counted. There must be one."""
+        """The mean number of records of the counted keys. At least one must be counted."""
         return fmean(self._counts.values())
 
     @property
     def steady(self) -> int:
-        """For how many lookups, beyond those that an estimate needs, the size has been the same."""
+        """For how many lookups the size has been the same, beyond those that an estimate needs."""
         return self._agreed - MIN_COUNTED
 
     def _update(self) -> None:

@@ -1,4 +1,4 @@
-"""Constructor arguments of `Node`, grouped by who provides them: the run, the network, the user of this machine."""
+"""The constructor arguments of `Node`, grouped by where they come from: the run, the network, the user's settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from p2ptrain.settings.config import RunConfig
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What the run is.
+    """The run.
 
     Attributes:
         config: its settings.
@@ -34,12 +34,12 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class NetworkAccess:
-    """What the network offers.
+    """This machine's access to the network.
 
     Attributes:
         transport: opens and accepts streams.
         directory: finds the peers of a run.
-        bulk: opens and accepts bulk connections; None: bulk bytes take the streams.
+        bulk: opens and accepts bulk connections; None if bulk bytes take the streams.
     """
 
     transport: Transport
@@ -53,10 +53,10 @@ class LocalPolicy:
 
     Attributes:
         chosen: ids of the user's initial peers.
-        pins: what the user knows of the run.
-        refusal: whom the user refuses, and why.
+        pins: the founder or a record of the run, if the user gave one. No other run is joined.
+        refusal: which peers the user refuses, and why.
         peer_timeout_s: seconds without a message before a peer is considered lost.
-        gossip_budget: cores that gossip may keep busy; infinite: a push at every step.
+        gossip_budget: cores that gossip may keep busy; infinite for a push at every step.
     """
 
     chosen: Collection[PeerId] = ()
@@ -71,9 +71,9 @@ class NodeStart:
     """How one node of a peer starts.
 
     Attributes:
-        incarnation: its name, which no other node of the run has.
+        incarnation: distinguishes it from every other node of the run.
         rng: source of all its random choices.
-        may_found: whether to found the run at once: there is no peer to ask.
+        may_found: whether to found the run at once, because there is no peer to ask.
         restored: state from a checkpoint or an earlier node, used if the swarm has nothing newer.
     """
 
@@ -85,7 +85,7 @@ class NodeStart:
 
 @dataclass(frozen=True)
 class ModelBuffers:
-    """Serializes the model's buffers, and loads serialized ones. `load` raises WireError if they do not fit."""
+    """Serializes and loads the model's buffers. `load` raises WireError if they do not fit the model."""
 
     read: Callable[[], bytes]
     load: Callable[[bytes], None]
@@ -93,11 +93,11 @@ class ModelBuffers:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """Where a node writes what happens.
+    """Where a node writes events and errors.
 
     Attributes:
-        write: takes records for the metrics stream: a name, and fields by keyword.
-        event_log: served to observers.
+        write: takes an event for the metrics stream: a name, and fields by keyword.
+        event_log: the events that observers may request.
         errors: logs exceptions that cost no more than a link or an answer.
     """
 

@@ -25,11 +25,10 @@ from p2ptrain.protocol.exchange.types import (
     RoundReport,
     SnapshotTaken,
 )
-from p2ptrain.protocol.gossip import Gossip
+from p2ptrain.protocol.gossip import Gossip, record_fragments
 from p2ptrain.protocol.links.handshake import TRAINER, Admission
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
-from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
 from p2ptrain.protocol.membership.status import PeerStatus, describe
@@ -41,19 +40,19 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.rounds.deciding.timeouts import IntervalWatch
 from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.state_sync.joining import Joining
 from p2ptrain.protocol.state_sync.state_sync import StateSync
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
 logger = logging.getLogger(__name__)
-# Simulations, where all peers would say the same, turn it off.
-interval_logger = logging.getLogger("p2ptrain.protocol.rounds.deciding.timeouts")
+# Has a name of its own, so that simulations can turn it off: there, all peers would warn.
+interval_logger = logging.getLogger(IntervalWatch.__module__)
 
-FRAGMENTS_EVENT_S = 2.0
-# Other members that one Beat names; with many links, as many Beats are sent, one of these is enough.
+# How many members one Beat names. With many links, many Beats are sent, and one name in each is enough.
 BEAT_MEMBERS, MANY_LINKS_MEMBERS = 2, 1
-# A peer that has landed the run's last round stays for linked peers that have not, but no longer than this (guess).
-# Those that the leader did not call learn of the round from a neighbour, and take its parts from there.
+# How long a peer that has landed the run's last round stays for linked peers that have not (guess). Peers that the
+# leader did not call learn of the round from a neighbour, and fetch its parts there.
 STAY_S, STAY_POLL_S = 10.0, 0.05
 
 
@@ -61,13 +60,13 @@ class Node:
     """A training peer. `run_forever` joins or founds the run, then serves it until cancelled.
 
     Args:
-        run: its settings, tokenizer and key.
+        run: the run's settings, tokenizer and key.
         network: streams, the directory of peers, bulk connections.
         policy: peers to trust and refuse, time-outs, CPU limits.
-        start: its name, its random choices, and what it starts from.
-        exchange: connects it to the model.
-        buffers: of the model, which joiners download.
-        telemetry: where it writes what happens.
+        start: this node's name, its source of randomness, and the state that it starts from.
+        exchange: connects the node to the model.
+        buffers: reads and loads the model's buffers, which joiners download.
+        telemetry: where the node writes events and errors.
         compute: runs work in worker threads.
     """
 
@@ -130,22 +129,25 @@ class Node:
         self.membership = Membership(
             self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rounds
         )
-        self.state_sync = StateSync(
-            self.engine,
+        joining = Joining(
+            engine,
             self.membership,
-            load_buffers=buffers.load,
             record=telemetry.write,
+            load_buffers=buffers.load,
             may_found=start.may_found,
             restored=start.restored,
             rng=rng,
             pins=policy.pins,
         )
+        self.state_sync = StateSync(
+            engine, joining, record=telemetry.write, may_found=start.may_found, rng=rng, pins=policy.pins
+        )
         self._pace = PushPace(policy.gossip_budget)
-        self._gossip = Gossip(context, rng, self._admits, self._pace) if config.fragment_fraction > 0 else None
-        self.pairwise: Pairwise | None = None
-        if config.is_pairwise:
-            self.pairwise = Pairwise(self.engine, rng, telemetry.write, self.membership)
-        self._server = RequestServer(self.engine, self.pairwise, buffers.read, telemetry.event_log, run.tokenizer)
+        self._gossip: Gossip | None = None
+        if config.fragment_fraction > 0:
+            self._gossip = Gossip(context, rng, lambda peer_id: context.recent.admits(peer_id), self._pace)
+        self.pairwise = Pairwise(engine, rng, telemetry.write, self.membership) if config.is_pairwise else None
+        self._server = RequestServer(engine, self.pairwise, buffers.read, telemetry.event_log, run.tokenizer)
         self._leaving = False
         self._nursery: trio.Nursery | None = None
 
@@ -168,18 +170,14 @@ class Node:
                     nursery.start_soon(self.pairwise.run_forever)
                 if self._gossip is not None:
                     nursery.start_soon(self._gossip.run_forever)
-                nursery.start_soon(self._record_fragments)
+                nursery.start_soon(record_fragments, self.engine.context, self._pace, self._events)
                 nursery.start_soon(self.state_sync.keep_up)
                 self.ready.set()
         finally:
             self._exchange.detach()
 
-    def _admits(self, peer_id: PeerId) -> bool:
-        """Whether fragments of a peer are merged."""
-        return self.engine.context.recent.admits(peer_id)
-
     def receive(self, event: ExchangeEvent) -> None:
-        """Pass on what has happened in the training thread."""
+        """Pass on an event of the training thread."""
         match event:
             case RoundDue():
                 self.engine.changed()
@@ -210,7 +208,7 @@ class Node:
         self._nursery.start_soon(fail)
 
     def leave(self, reason: str) -> None:
-        """Tell all peers that we leave; they close the links."""
+        """Tell all peers that we leave. They close the links."""
         self._leaving = True
         self.membership.stop()
         self.engine.leave()
@@ -237,26 +235,20 @@ class Node:
     def trainers(self) -> Sequence[PeerId]:
         """Live peers of our lineage that hold its state."""
         lineage = self.engine.head.lineage
-        return [
-            link.peer_id
-            for link in self.links.trainers()
-            if link.beat is not None and link.beat.lineage == lineage != ""
-        ]
+        return [link.peer_id for link in self.links.trainers() if link.beat and link.beat.lineage == lineage != ""]
 
     async def stay(self) -> None:
-        """After the run's last round, wait up to 10 s for linked peers that have not landed it: they may need us."""
+        """After the run's last round, wait up to 10 s for linked peers that have not landed it and may need us."""
         with trio.move_on_after(STAY_S):
             while self.engine.context.liveness.is_anyone_behind(self.engine.head.round):
                 await trio.sleep(STAY_POLL_S)
 
     def joiners(self) -> Mapping[PeerId, int]:
-        """Live peers that download our state, or are about to: new ones, and others that are behind or elsewhere.
-
-        With how many rounds in a row came before each of them had it.
-        """
+        """Live peers that download our state or are about to, and how many rounds in a row came before each had it."""
         head, now = self.engine.head, trio.current_time()
 
         def is_joining(link: Link) -> bool:
+            """Whether it is new, behind us or in another lineage, and asked for our state lately or may soon."""
             beat = link.beat
             if beat is None or (beat.lineage == head.lineage and beat.round >= head.round):
                 return False
@@ -266,7 +258,7 @@ class Node:
 
     def round_ended(self, report: RoundReport) -> None:
         if self._exchange.finished:
-            self.links.announce()  # to those that stay for us, or are behind us
+            self.links.announce()  # to peers that stay for us, or are behind us
         fields = dataclasses.asdict(report)
         fields["contributors"] = list(report.contributors)
         self._events("round", group_size=len(report.contributors), **fields)
@@ -370,42 +362,3 @@ class Node:
     def _record_peers(self) -> None:
         self.alive = tuple(sorted(link.peer_id for link in self.links.trainers()))
         self._events("peers", alive=list(self.alive))
-
-    async def _record_fragments(self) -> None:
-        """Write a `fragments` event every two seconds, and a last one when cancelled."""
-        counters, before = self.links.counters, (0, 0, 0, 0)
-
-        def write() -> None:
-            nonlocal before
-            merged, skipped, age_steps = self._exchange.inbox.take_counts()
-            now = (
-                counters.fragments_sent,
-                counters.fragments_shed,
-                counters.sent[Traffic.FRAGMENT],
-                counters.received[Traffic.FRAGMENT],
-            )
-            sent, shed, bytes_sent, bytes_received = (new - old for new, old in zip(now, before, strict=True))
-            before = now
-            to = dict(counters.fragments_to)
-            counters.fragments_to.clear()
-            if shed:
-                skipped["shed"] = skipped.get("shed", 0) + shed
-            self._events(
-                "fragments",
-                step=self._exchange.run_step,
-                sent=sent,
-                to=to,
-                merged=merged,
-                skipped=skipped,
-                bytes_sent=bytes_sent,
-                bytes_received=bytes_received,
-                staleness=round(self.run.fragment_fraction * age_steps, 6),
-                push_every_s=round(self._pace.interval_s, 6),
-            )
-
-        try:
-            while True:
-                await trio.sleep(FRAGMENTS_EVENT_S)
-                write()
-        finally:
-            write()

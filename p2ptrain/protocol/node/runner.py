@@ -1,6 +1,6 @@
-"""Runs a peer's node, and replaces one that ends with an exception.
+"""Runs a peer's node, and replaces a node that ends with an exception.
 
-The new node has the same identity, state and exchange, and a new incarnation: other peers see a restarted peer.
+The new node has the same identity, state and exchange, and a new incarnation: to other peers it is a restarted peer.
 Training continues meanwhile, without exchange.
 """
 
@@ -22,14 +22,14 @@ from p2ptrain.protocol.wire.transport import Compute
 
 logger = logging.getLogger(__name__)
 
-# Before the first restart, the second, and so on. Few: repeated failures have a lasting reason.
+# Seconds before the first restart, the second, and so on. There are few, as repeated failures have a lasting reason.
 RESTART_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-# After a node has run this long, restarts are counted from 0: several rounds of a small model (guess).
+# Restarts are counted from 0 again after a node has run this long: several rounds of a small model (guess).
 HEALTHY_S = 300.0
 POLL_S = 0.05
 
 BuildNode = Callable[[bool, Restored | None, int], Node]
-"""Makes a node from `may_found`, its restored state, and its number from 0."""
+"""Makes a node from `may_found`, its restored state, and its number, which counts from 0."""
 
 
 class NodeRunner:
@@ -40,8 +40,8 @@ class NodeRunner:
 
     Attributes:
         node: the current or last node.
-        last_ready: the last node that held the run's state, or the first one; checkpoints take its anchor.
-        failure: why no more node is started; None while one runs or is being restarted.
+        last_ready: the last node that had the run's state, or the first node. Checkpoints save its anchor.
+        failure: why no other node is started; None while a node runs or is being restarted.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NodeRunner:
         return self._restarting or self.node.status
 
     async def with_links(self, work: Callable[[Links], Awaitable[object]]) -> None:
-        """Run `work` with the links of the current node, and again for each node that replaces it; until cancelled."""
+        """Run `work` with the links of the current node, and again with those of each new node, until cancelled."""
         while True:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(work, self.node.links)

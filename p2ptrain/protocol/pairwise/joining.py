@@ -1,7 +1,7 @@
-"""A joiner's first anchor: which donor it asks, how it checks what it gets, and how a donor serves it.
+"""Gets a joiner its first anchor: chooses a donor, downloads its anchor, and checks that.
 
-Each peer has an anchor of its own, so no record tells what a donor's must be. A joiner compares random chunks of it
-with those of other peers instead.
+Each peer has an anchor of its own, so no record has the hash of a donor's. Instead, a joiner compares random chunks of
+it with those of other peers.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ from p2ptrain.algorithms.pairwise import Array, is_usual
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.nursery import fetch_pipelined
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.wire.messages import Answer, Request
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# For one chunk of an anchor, as for one of the state in `state_sync`; and for all that a peer is compared by.
+# Time for one chunk of an anchor (as in `state_sync`), and for all chunks of a peer that are compared.
 CHUNK_TIMEOUT_S = 60.0
-# A copied anchor is compared with those of so many other peers, in so many chunks (guesses).
+# A copied anchor is compared with those of this many other peers, in this many chunks (guesses).
 COMPARED_PEERS, COMPARED_CHUNKS = 4, 8
-# A joiner waits so long for that many, if it knows more members. They link and send a Beat within two seconds (guess).
+# How long a joiner waits for that many peers, if it knows more members (guess). They link and send a Beat within 2 s.
 MEET_S, MEET_POLL_S = 5.0, 0.1
-# Before another donor is asked.
+# Pause before another donor is asked.
 RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A donor's anchor, which the caller owns, and the step of the run that the donor said it had reached."""
+    """A donor's anchor, which the caller owns, and the step of the run that the donor reported."""
 
     donor: PeerId
     run_step: int
@@ -60,7 +58,7 @@ class AnchorCopier:
         """The checked anchor of a peer that is more than an interval ahead; None once there is no such peer."""
         refused: set[PeerId] = set()
         if self._ahead():
-            # Until there are some to compare its anchor with.
+            # Wait for peers to compare the anchor with.
             with trio.move_on_after(MEET_S):
                 while len(self._ahead()) <= COMPARED_PEERS and self._meets_more():
                     await trio.sleep(MEET_POLL_S)
@@ -80,7 +78,7 @@ class AnchorCopier:
         return self._membership.undecided or any(link.beat is None for link in self._context.links.trainers())
 
     def _ahead(self) -> list[Link]:
-        """Linked peers that are where the others are, if that is more than an interval ahead of us."""
+        """Linked peers near the step that the others have reached, if that is more than an interval ahead of us."""
         others, interval = linked_others(self._context), self._context.run.sync_every
         step = others_step(others)
         if step <= self._context.exchange.run_step + interval:
@@ -88,7 +86,7 @@ class AnchorCopier:
         return [link for link in others if link.beat and abs(link.beat.step - step) <= interval]
 
     async def _copy_from(self, donor: Link, others: list[Link]) -> Copied | None:
-        """A donor's anchor; None if it gives none, or one unlike the others'."""
+        """A donor's anchor; None if it does not send it, or if it is unlike the others'."""
         assert donor.beat is not None
         run_step, state = donor.beat.step, self._context.state
         anchor = await self._context.compute(np.empty_like, state.anchor)
@@ -100,15 +98,15 @@ class AnchorCopier:
         return Copied(donor.peer_id, run_step, anchor)
 
     async def _fetch(self, donor: Link, indices: Sequence[int], out: Array, timeout_s: float) -> bool:
-        """Write chunks of a donor's anchor into `out`, one after the other. False if it does not give them in time."""
+        """Write chunks of a donor's anchor into `out`, one after the other. False if they do not all come in time."""
 
         async def fetch(i: int) -> None:
             answer, payload = await self._context.links.request(
                 donor, "anchor", "", indices[i], timeout_s=CHUNK_TIMEOUT_S
             )
-            chunk = out[_rows(i)]
+            chunk = out[rows(i)]
             if not answer.found:
-                raise PeerLostError(f"{donor.peer_id}: gives no anchor")
+                raise PeerLostError(f"{donor.peer_id} has no anchor")
             if len(payload) != chunk.nbytes:
                 raise WireError(f"{len(payload)} bytes for a chunk of an anchor of {chunk.nbytes}")
             chunk[:] = np.frombuffer(payload, "<f4").reshape(chunk.shape)
@@ -124,14 +122,14 @@ class AnchorCopier:
         return False
 
     async def _is_usual(self, anchor: Array, others: list[Link]) -> bool:
-        """Whether random chunks of a copied anchor are like those of two or four other peers; with fewer, it is.
+        """Whether random chunks of a copied anchor are like those of two or four other peers. True if there are fewer.
 
-        We ask the others last, when the donor cannot change its chunks any more.
+        The others are asked last, when the donor cannot change its chunks any more.
         """
         # Not the last chunk, which is shorter, if there are others.
         slices = range(max(1, self._context.state.num_slices - 1))
         indices = self._rng.sample(slices, min(len(slices), COMPARED_CHUNKS))
-        sample = np.concatenate([anchor[_rows(index)] for index in indices])
+        sample = np.concatenate([anchor[rows(index)] for index in indices])
         samples = list[Array]()
 
         async def compare(link: Link) -> None:
@@ -142,23 +140,12 @@ class AnchorCopier:
         async with trio.open_nursery() as nursery:
             for link in self._rng.sample(others, min(len(others), COMPARED_PEERS)):
                 nursery.start_soon(compare, link)
-        # Odd with the donor's, so that the median is one of them.
+        # Together with the donor's an odd number, so that the median is one of them.
         samples = samples[: len(samples) // 2 * 2]
         return not samples or await self._context.compute(is_usual, sample, samples)
 
 
-async def serve_chunk(link: Link, request: Request, anchor: Array | None) -> None:
-    """Answer a request for a chunk of `anchor`, or say that there is none.
-
-    While a step changes it, chunks may be of before and after.
-    """
-    payload = b""
-    if anchor is not None and request.index >= 0:
-        payload = anchor[_rows(request.index)].astype("<f4").tobytes()
-    await link.send_bulk(Answer(request.request, bool(payload), "anchor"), payload, Traffic.STATE)
-
-
-def _rows(index: int) -> slice:
+def rows(index: int) -> slice:
     """The blocks of a chunk of an anchor."""
     return slice(index * STATE_CHUNK_BLOCKS, (index + 1) * STATE_CHUNK_BLOCKS)
 
@@ -170,9 +157,10 @@ def linked_others(context: RoundContext) -> list[Link]:
 
 
 def others_step(others: Sequence[Link]) -> int:
-    """The step that more than a third of these peers have reached; 0 without any. So a third of liars cannot raise it.
+    """The step that more than a third of these peers have reached; 0 without any.
 
-    Steps are claims. New members, which are at 0, lower it only if they are two thirds.
+    Peers may lie about their steps: a third of them cannot raise the result. New members, which are at 0, lower it only
+    if they are two thirds.
     """
     steps = sorted(link.beat.step for link in others if link.beat is not None)
     return steps[(2 * len(steps) - 1) // 3] if steps else 0

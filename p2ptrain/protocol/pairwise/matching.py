@@ -1,7 +1,7 @@
-"""Who pairs with whom: offers and answers between peers whose outer step is due. Pure.
+"""Decides which peers pair, by offers and answers between peers whose outer step is due. Pure.
 
 Two peers pair when one accepts the other's offer, or when their offers cross. A peer makes one offer at a time, and
-while it waits for the answer it accepts none, so that it never has two partners.
+accepts none while it waits for the answer, so that it never has two partners.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer
 from p2ptrain.protocol.wire.transport import PeerId
 
-# A peer does not pair again with its last partners: at most this many (guess).
+# A peer does not pair again with this many of its last partners (guess).
 MOST_RECENT = 8
 
 
 def recent_partners(before: Sequence[PeerId], others: int) -> frozenset[PeerId]:
-    """The last partners, which are not asked again: fewer than half of the `others`.
+    """The last partners, with which a peer does not pair again: fewer than half of the `others`.
 
-    So a peer that always offers first, to everybody, gets every ninth step of each in a large swarm, not all of them.
+    So in a large swarm, a peer that always sends the first offer to everybody gets every ninth step of each, not all.
     """
     most = min(MOST_RECENT, (others - 1) // 2)
     return frozenset(before[-most:] if most > 0 else ())
@@ -31,10 +31,10 @@ class Matching:
     """The state of one peer.
 
     Attributes:
-        number: of its next or current step.
+        number: the number of its next or current step.
         asked: the peer that has its offer; "" for none.
-        partner: with whom it takes this step; "" for none yet.
-        partner_number: of the partner's step.
+        partner: the partner of this step; "" for none yet.
+        partner_number: the number of the partner's step.
     """
 
     number: int = 0
@@ -66,13 +66,13 @@ def on_offer(state: Matching, sender: PeerId, offer: PairOffer, *, willing: bool
     """Take an offer; returns the new state and the answer to send.
 
     Args:
-        willing: whether our step is due, or nearly, and nothing else keeps us.
+        willing: whether our step is due, or nearly, and we may pair with this peer.
     """
     if sender == state.asked:
         # The offers crossed: each is the answer to the other.
         return state._with(sender, offer.number), None
     if sender == state.partner:
-        # It has left the swap that we agreed on.
+        # It has given up the swap that we agreed on.
         return state.without(sender), PairAnswer(offer.number, 0, False)
     if willing and not state.asked and not state.partner:
         return state._with(sender, offer.number), PairAnswer(offer.number, state.number, True)

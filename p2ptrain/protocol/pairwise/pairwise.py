@@ -1,9 +1,9 @@
-"""The outer steps of one peer with random partners.
+"""Takes this peer's outer steps, each with a random partner.
 
-A peer whose step is due looks for a partner while it trains on. Once there is one, both copy their weights at their
-next inner step and send them to each other. Each then takes its own step, and adds the change of its copy to its live
-weights. A peer that finds no partner within a quarter of an interval, or whose partner falls silent, takes the step
-alone: waiting for another partner would cost more of the interval than one step without any.
+A peer whose step is due looks for a partner while it goes on training. Once it has one, both copy their weights at
+their next inner step and send them to each other. Each then takes its own step, and adds the change of its copy to its
+live weights. A peer that finds no partner within a quarter of an interval, or whose partner falls silent, takes the
+step alone: waiting for another partner would cost more of the interval than a step alone does.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, Sna
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.membership import Membership
-from p2ptrain.protocol.pairwise.joining import AnchorCopier, linked_others, others_step, serve_chunk
+from p2ptrain.protocol.pairwise.joining import AnchorCopier, linked_others, others_step, rows
 from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer, on_offer, recent_partners
 from p2ptrain.protocol.pairwise.swap import PartnerWeights, Swaps
 from p2ptrain.protocol.rounds.deciding.record import MOST_INTERVAL
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer, PairWeights, Request
+from p2ptrain.protocol.wire.messages import Answer, PairAnswer, PairOffer, PairWeights, Request
 from p2ptrain.protocol.wire.transport import PeerId
 
-# How often we look whether a step is due.
+# How often we check whether a step is due.
 POLL_S = 0.1
 # A peer accepts a partner from the first share of its interval on, and looks for one until the second (guesses).
 WILLING_FROM, LOOK_UNTIL = 0.75, 1.25
-# A peer answers an offer as soon as it has read it; on a slow link, after some round trips (guess).
+# How long we wait for an answer to an offer (guess). A peer answers as soon as it has read the offer.
 ANSWER_S, ANSWER_ROUND_TRIPS = 1.0, 4
-# The longest pause before an offer. It is random, so that peers that are due at one moment do not all wait for each
+# The longest pause before an offer. It is random, so that peers that are due at the same time do not all wait for each
 # other's answers.
 LEAST_PAUSE_S, PAUSE_ROUND_TRIPS = 0.1, 4
-# After an unexpected error.
+# Pause after an unexpected error.
 RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How one step ended.
+    """The result of a step, for its event.
 
     Attributes:
-        reason: why it was taken alone or left out, or the partner's weights were scaled.
-        distance: of the partner's weights from our anchor, relative to that of ours.
+        reason: why it was taken alone or left out, or why the partner's weights were scaled.
+        distance: from our anchor to the partner's weights, relative to that to ours.
         spread: of the two anchors (see `algorithms.pairwise.spread`).
     """
 
@@ -102,7 +102,7 @@ class Pairwise:
 
     @property
     def status(self) -> str:
-        """What this peer is doing, for people; "" between two steps."""
+        """What this peer is doing; "" between two steps."""
         if self._matching.partner:
             return "outer step with a partner"
         return "looking for a partner" if self._matching.asked else ""
@@ -110,7 +110,7 @@ class Pairwise:
     # At the start.
 
     async def begin(self) -> None:
-        """Get our first anchor: that of a peer that is more than an interval ahead, else our own weights."""
+        """Get our first anchor: from a peer that is more than an interval ahead, else from our own weights."""
         copied = await self._copier.copy()
         if copied is None:
             await self._restart()
@@ -120,26 +120,28 @@ class Pairwise:
         self._record_step(_Outcome("joined", copied.donor), trio.current_time())
 
     async def _restart(self) -> None:
-        """Go on from our weights: they become the anchor, and the momentum is zero."""
+        """Make our weights the anchor, and the momentum zero. If a round is under way, `run_forever` does so later."""
         state, snapshot = self._engine.head.state_hash, await self._snapshot()
-        # Otherwise a round needed the weights first, and `run_forever` comes back.
         if snapshot is not None:
             await self._begin_from(snapshot.weights.numpy(), state)
 
     async def _begin_from(self, weights: Array, state: str) -> None:
-        """Make these weights the anchor, taken with this `state_hash`, and the momentum zero."""
+        """Make these weights the anchor, and the momentum zero. `state`: the head's `state_hash` now."""
         await self._context.compute(np.copyto, self.anchor, weights)
         await self._context.compute(self.moment.fill, 0)
         self._state = state
 
     async def serve(self, link: Link, request: Request) -> None:
-        """Answer a request for a chunk of our anchor, if we have one."""
-        await serve_chunk(link, request, self.anchor if self._state else None)
+        """Answer a request for a chunk of our anchor. While a step changes it, chunks may be of before and after."""
+        payload = b""
+        if self._state and request.index >= 0:
+            payload = self.anchor[rows(request.index)].astype("<f4").tobytes()
+        await link.send_bulk(Answer(request.request, bool(payload), "anchor"), payload, Traffic.STATE)
 
     # Messages and links.
 
     def deliver(self, link: Link, message: PairOffer | PairAnswer | PairWeights, payload: bytes) -> None:
-        """Take one message. Raises WireError where it breaks the protocol; stale ones are ignored."""
+        """Take a message. Stale ones are ignored. Raises WireError if it breaks the protocol."""
         reply: PairAnswer | None = None
         match message:
             case PairOffer():
@@ -165,7 +167,7 @@ class Pairwise:
         self._changed = trio.Event()
 
     def _partner_weights(self) -> PartnerWeights:
-        """What our partner has sent; its first chunk may come before our copy is taken."""
+        """The partner's weights received so far. Its first chunk may come before our copy is taken."""
         if self._incoming is None or self._incoming.sender != self._sender:
             context, now = self._context, trio.current_time()
             self._incoming = PartnerWeights(self._sender, context.codec, context.state.num_blocks, now)
@@ -178,14 +180,14 @@ class Pairwise:
 
     @property
     def _waits(self) -> bool:
-        """Whether a round uses the weights now, or soon will: inner steps must follow the last outer one."""
+        """Whether a round uses the weights now or soon: there must be inner steps between an outer step and a round."""
         total = self._run.total_steps
         ends = total > 0 and total - self._exchange.run_step < self._run.sync_every / 2
         return ends or self._engine.is_busy
 
     @property
     def _is_free(self) -> bool:
-        """Whether a step may begin: no round has changed the weights since our anchor was taken, and none is on."""
+        """Whether a step may begin: no round is under way, or has changed the weights since our anchor was taken."""
         return self._state == self._engine.head.state_hash and not self._waits
 
     @property
@@ -216,7 +218,7 @@ class Pairwise:
                 await trio.sleep(RETRY_S)
 
     async def _run_step(self) -> None:
-        """Find a partner, take the step, and record how it ended."""
+        """Find a partner, take the step, and record the result."""
         began_s = trio.current_time()
         outcome = _Outcome("skipped", reason="a round began")
         try:
@@ -234,12 +236,12 @@ class Pairwise:
         self._record_step(outcome, began_s)
 
     def _leave_out(self) -> None:
-        """The next step is due an interval from here; the round at the end of the run stays due."""
+        """Let the next step be due an interval from now. A round at the end of the run stays due."""
         if not self._exchange.at_length:
             self._exchange.postpone()
 
     async def _find_partner(self) -> None:
-        """Offer to one random peer after the other, until one accepts, or we have looked for long enough."""
+        """Send offers to random peers, one after the other, until one accepts or we have looked for long enough."""
         declined: set[PeerId] = set()
         while not self._matching.partner and self._is_free and self._exchange.of_interval < LOOK_UNTIL:
             rtt_s = self._context.liveness.round_trip_s()
@@ -266,12 +268,12 @@ class Pairwise:
                 await self._changed.wait()
 
     async def _apply_step(self, partner: PeerId) -> _Outcome:
-        """Take the step with a partner; alone if it is ""."""
+        """Take the step with a partner, or alone if `partner` is ""."""
         self._stepping = True
         snapshot = await self._snapshot()
         if snapshot is None:
             return _Outcome("skipped", partner, "a round began")
-        # A slow peer's schedule follows the others'.
+        # A slow peer follows the others' position, as schedules depend on it.
         most = snapshot.run_step + MOST_INTERVAL * self._run.sync_every
         run_step = max(snapshot.run_step, min(others_step(linked_others(self._context)), most))
         own = snapshot.weights.numpy()
@@ -292,7 +294,7 @@ class Pairwise:
         return outcome
 
     async def _swap(self, partner: PeerId, snapshot: Snapshot) -> tuple[_Outcome, PartnerWeights | None, float]:
-        """Swap weights with a partner; returns its own and their scale, or None if the step is taken alone."""
+        """Swap weights with a partner. Returns its weights and their scale, or None if the step is taken alone."""
         link, theirs = self._context.links.get(partner), self._partner_weights()
         if link is None:
             return _Outcome("alone", partner, f"{partner} left"), None, 1.0
@@ -329,12 +331,12 @@ class Pairwise:
         self._wake()
 
     def _is_current(self, snapshot: Snapshot) -> bool:
-        """Whether the weights have gone on from a snapshot by training alone."""
+        """Whether only training has changed the weights since a snapshot."""
         same = self._state == self._engine.head.state_hash
         return same and snapshot.epoch == self._exchange.epoch and not self._engine.is_busy
 
     async def _land(self, kind: LandingKind, buffer: torch.Tensor, run_step: int, snapshot: Snapshot | None) -> None:
-        """Change the weights, unless a round does so now; then the anchor is taken anew after it."""
+        """Change the weights, unless a round does or did so: the anchor is then taken anew after it."""
         if snapshot is not None and not self._is_current(snapshot):
             self._state = ""
             return
@@ -345,10 +347,7 @@ class Pairwise:
             epoch=self._exchange.epoch,
             sync_every=self._run.sync_every,
             run_step=min(run_step, total) if total else run_step,
-            included_tokens=0,
             snapshot_steps=None if snapshot is None else snapshot.steps,
-            report=None,
-            finished=False,
         )
         async with self._engine.committer.suspended():
             await self._engine.committer.land(landing)

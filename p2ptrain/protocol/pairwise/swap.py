@@ -1,6 +1,6 @@
-"""Swapping weights with a partner: both send their copies at once, and each measures how far the other's are.
+"""Swaps weights with a partner: both send theirs at once, and each measures how far the other's are from its anchor.
 
-A partner sends its encoded weights in order, and a sample of its anchor. Both are bounded and checked.
+A partner sends its encoded weights in order, then a sample of its anchor. Both are bounded and checked.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.wire.messages import PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
 
-# So many partners' distances tell whether another one is too far away (guess).
+# The distances of this many partners decide whether another one is too far away (guess).
 PARTNERS_REMEMBERED = 8
 
 
 class PartnerWeights:
-    """The weights of one partner, as they come in.
+    """The weights of one partner, received so far.
 
     Attributes:
         sender: the partner, and the number of its step.
@@ -47,7 +47,7 @@ class PartnerWeights:
         self._chunks: list[bytes] = []
 
     def add(self, message: PairWeights, payload: bytes, now: float) -> None:
-        """Keep the next chunk. Raises WireError unless it is that, and decodes."""
+        """Keep a chunk. Raises WireError if it is not the next one, or cannot be decoded."""
         if self.complete.is_set():
             raise WireError("weights of a partner beyond the last chunk")
         last = len(self._chunks) == len(self._bounds)
@@ -68,7 +68,7 @@ class PartnerWeights:
         return math.sqrt(square)
 
     def anchor_sample(self) -> Array:
-        """The blocks `sample_blocks` of its anchor before the step. Raises WireError if they cannot be any."""
+        """The blocks `sample_blocks` of its anchor before the step. Raises WireError if their values are impossible."""
         return self._decode(self._chunks[-1], len(self._sampled))
 
     def _decode(self, chunk: bytes, num_blocks: int) -> Array:
@@ -86,15 +86,15 @@ class PartnerWeights:
 
 
 class Distances:
-    """The distances of the last partners' weights from our anchor, as scaled. Pure."""
+    """The distances of the last partners' weights from our anchor, after scaling. Pure."""
 
     def __init__(self) -> None:
         self._of_last: dict[PeerId, float] = {}
 
     def clip(self, partner: PeerId, distance: float, moved: float) -> float:
-        """The factor by which a partner's weights count, and note it; `moved` is our own way from the anchor."""
+        """Note a partner's distance, and return the factor for its weights. `moved`: our distance from the anchor."""
         scale = clip_scale(moved, list(self._of_last.values()), distance)
-        # As scaled, so that one partner alone cannot raise the limit by more than that factor a step.
+        # After scaling, so that one partner alone cannot raise the limit by more than that factor a step.
         self._of_last.pop(partner, None)
         self._of_last[partner] = scale * distance
         if len(self._of_last) > PARTNERS_REMEMBERED:
@@ -104,11 +104,11 @@ class Distances:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A partner's complete weights.
+    """Measures of a partner's complete weights.
 
     Attributes:
-        scale: the factor by which they count.
-        distance: from our anchor, relative to that of ours; None if ours have not moved.
+        scale: the factor for them in our step.
+        distance: from our anchor to them, relative to that to our weights; None if ours have not moved.
         spread: of the two anchors (see `algorithms.pairwise.spread`).
     """
 
@@ -118,7 +118,7 @@ class Measured:
 
 
 class Swaps:
-    """The swaps of one peer. `until` waits for a condition, so many seconds at most."""
+    """The swaps of one peer. `until` waits for a condition, with a time-out in seconds."""
 
     def __init__(self, context: RoundContext, until: Callable[[Callable[[], bool], float], Awaitable[None]]) -> None:
         self._context = context
@@ -134,18 +134,18 @@ class Swaps:
         theirs: PartnerWeights,
         stays: Callable[[], bool],
     ) -> Measured:
-        """Send a copy of our weights, and measure the partner's as they have come.
+        """Send a copy of our weights, wait for the partner's, and measure them.
 
         Args:
-            number: of our step.
-            snapshot: our copy.
+            number: the number of our step.
+            snapshot: the copy of our weights.
             anchor: ours, float32 of [blocks, 64].
-            theirs: what the partner sends.
+            theirs: receives the partner's weights.
             stays: whether the partner has not ended the swap.
 
         Raises:
-            PeerLostError: it left, fell silent or took too long.
-            WireError: its weights cannot be any.
+            PeerLostError: the partner left, fell silent or took too long.
+            WireError: its weights are impossible.
         """
         with trio.move_on_after(self._longest_s):
             async with nursery_raising(PeerLostError) as nursery:
@@ -156,7 +156,7 @@ class Swaps:
 
     @property
     def _longest_s(self) -> float:
-        """How long a swap may take: an interval, so that a partner that sends one chunk now and then costs one."""
+        """How long a swap may take: an interval, so that a partner that sends slowly costs us no more than one."""
         run, peer_timeout_s = self._context.run, self._context.links.peer_timeout_s
         return min(run.round_timeout_s, max(peer_timeout_s, run.sync_every * self._context.exchange.step_s))
 

@@ -1,4 +1,4 @@
-"""At the start: gets this peer the run's state. It adopts the swarm's, goes on from a checkpoint, or founds the run."""
+"""Gives a starting peer the run's state: it adopts the swarm's, continues from a checkpoint, or founds the run."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# If no peer has a state for this long, the fresh peer with the lowest id founds the run.
+# If no peer has a state for this long, the new peer with the lowest id founds the run.
 FOUND_AFTER_S = 2.0
 # A joiner that receives no state for this long gives up with an error.
 ADOPT_TIMEOUT_S = 120.0
-# Donors that send nothing for this long are skipped if other peers have another state. A donor that commits a round is
-# busy for seconds, even with a large model (guess).
+# Donors that send nothing for this long are skipped if other peers have another state (guess). A donor that commits a
+# round is busy for seconds, even with a large model.
 DONOR_PATIENCE_S = 20.0
-# A joiner waits so long for an initial peer of the user's before it takes the state from others (guess).
+# A joiner waits this long for the user's initial peers before it takes the state from others (guess).
 CHOSEN_FIRST_S = 5.0
-# Of several peers that go on from checkpoints, one that does nothing delays the next by this: it may still compare its
-# state with others'. At most `MAX_TURNS` times, as anybody can claim to have one.
+# If several peers have checkpoints, each waits this long for every peer with a lower id, which may still compare its
+# state with that of others. At most `MAX_TURNS` times, as any peer can claim to have a checkpoint.
 RESTORE_TURN_S = 5.0
-# Between attempts to get a state, of which each may find that a round came first.
+# Pause between attempts to get a state. A round may come first in any of them.
 RETRY_S = 0.1
-# After donors were lost.
+# The same after donors were lost.
 LOST_RETRY_S = 0.5
 
 
@@ -62,8 +62,8 @@ class Restored:
     """The state from a checkpoint, with the history that leads to it. It may be newer or older than the swarm's.
 
     Attributes:
-        ours: whether this process had it before its node failed: it is not compared with the pins again, as the anchor
-            may be older than the history.
+        ours: whether it is the state of this process's last node, which failed. It is not compared with the pins again,
+            as the pinned record may be older than the history.
     """
 
     state: AnchorState
@@ -74,7 +74,7 @@ class Restored:
 
 
 class Joining:
-    """Establishes the state of one peer, once. `founded`: whether this peer founded the run."""
+    """Establishes the state of a peer when it starts. `founded`: whether this peer founded the run."""
 
     def __init__(
         self,
@@ -100,18 +100,18 @@ class Joining:
         self._pins = pins
         self._download: Download | None = None
         self._times_overtaken = 0
-        # Peers whose state is not taken, in this lineage or (if not None) at this round only.
+        # Peers whose state is not taken: in this lineage, or only at this round of it (if not None).
         self._skipped: set[tuple[PeerId, str, int | None]] = set()
         self._is_ahead = False
 
     @property
     def genesis(self) -> str:
-        """The founding of the run whose checkpoint we have, while we do not go on from it yet; "" without one."""
+        """The founding of our checkpoint's run, for Beats before we have the run's state; "" without a checkpoint."""
         return self._restored.head.genesis if self._restored is not None else ""
 
     @property
     def status(self) -> str:
-        """What this peer is doing, for display: it changes twenty times in a download, as a log has a line for each."""
+        """What this peer is doing. It changes only twenty times in a download, as each change is a line in a log."""
         return f"downloading state {5 * int(20 * self._download.progress)} %" if self._download else "joining"
 
     async def establish(self) -> None:
@@ -168,11 +168,11 @@ class Joining:
         await land_state(engine, self._record, "keep", "founded the run", founded=True)
 
     def _should_found(self, started: float) -> bool:
-        """Whether it is our turn to found the run, or a lineage that goes on from our checkpoint.
+        """Whether it is our turn to found the run, or a lineage that continues from our checkpoint.
 
-        A new run: all known peers were dialled, none has a state or a checkpoint, and our id is the lowest. From a
-        checkpoint: the same, or the others' state is older; peers with checkpoints take turns in the order of ids, and
-        the others adopt what the first one founds.
+        We found the run if all known peers were dialled, none has a state or a checkpoint, and our id is the lowest. We
+        continue from our checkpoint if all known peers were dialled and none has a state, or if their state is older.
+        Peers with checkpoints take turns in the order of ids, and the others adopt the lineage of the first one.
         """
         membership, waited_s = self._membership, trio.current_time() - started
         looked_up = membership.looked_up.is_set() and membership.announced.is_set() and not membership.undecided
@@ -193,13 +193,13 @@ class Joining:
         if self._restored is not None:
             lower = sum(peer_id < me for peer_id in restoring)
             return waited_s > FOUND_AFTER_S + RESTORE_TURN_S * min(lower, MAX_TURNS)
-        # Whom we wait for may be a liar: not for ever, and still one after the other.
+        # The peers that we wait for may be liars, so we do not wait for ever; but still in turn.
         lower = sum(link.peer_id < me for link in trainers)
         patience_s = ADOPT_TIMEOUT_S + RESTORE_TURN_S * lower if restoring or lower else FOUND_AFTER_S
         return waited_s > patience_s
 
     def _may_choose(self, started: float) -> bool:
-        """Whether a donor may be chosen: initial peers that the user gave come first, if they answer soon."""
+        """Whether a donor may be chosen now. The user's initial peers come first, if they answer soon."""
         chosen = [link for link in self._context.links.trainers() if link.peer_id in self._context.links.chosen]
         if chosen:
             return any(link.beat for link in chosen)
@@ -207,9 +207,9 @@ class Joining:
         return not awaited or trio.current_time() - started > CHOSEN_FIRST_S
 
     async def _compared(self, donor: Link, restored: Restored) -> Literal["ours", "theirs", "unknown", "not now"]:
-        """Whose state goes on: our checkpoint's, or the donor's. Unknown if the two cannot be compared.
+        """Which state continues: that of our checkpoint, or the donor's. "unknown" if the two cannot be compared.
 
-        Not now: ask again, as the donor cannot prove its state at the moment. It may be about to begin a lineage.
+        "not now" if the donor cannot prove its state at the moment, as it may be about to begin a lineage: ask again.
         """
         ours = restored.history.entries
         try:
@@ -232,7 +232,7 @@ class Joining:
             )
             return "theirs"
         logger.warning(
-            "%s has a state of run %r that the checkpoint does not lead to; it is not taken. If it is your run, give "
+            "%s has a state of run %r that does not continue the checkpoint, so it is ignored. If it is your run, give "
             "that peer in --initial-peers",
             donor.peer_id,
             self._context.run.run_id,
@@ -240,7 +240,7 @@ class Joining:
         return "unknown"
 
     def _donors(self) -> list[Link]:
-        """Live peers with the state of the best initial peer, else of the lineage with most; none of them skipped."""
+        """Live peers with the best state that are not skipped: an initial peer's, else that of the largest lineage."""
         stateful = [
             (link, link.beat)
             for link in self._context.links.live.values()
@@ -249,7 +249,7 @@ class Joining:
         if not stateful:
             return []
         chosen = [pair for pair in stateful if pair[0].peer_id in self._context.links.chosen]
-        # Tokens are only claimed; links are counted by ourselves.
+        # Peers only claim their tokens, but we count links ourselves.
         linked = Counter(beat.lineage for _, beat in stateful)
         _, best = max(chosen or stateful, key=lambda pair: (linked[pair[1].lineage], rank_of(pair[1])))
         return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
@@ -263,19 +263,17 @@ class Joining:
         if restored is not None:
             context.state.copy_from(restored.state)
         download = self._download = Download(context, context.state)
-        adopted: SignedHead | None = None
-        entries: list[Entry] = []
         progress, progress_s = 0, trio.current_time()
-        while adopted is None:
+        while True:
             try:
                 self._rng.shuffle(donors)
-                # The first donor's head is adopted; the others only give bytes that match its hashes.
+                # The first donor's head is adopted. The others only give bytes that match its hashes.
                 donors.sort(key=lambda donor: donor.peer_id not in context.links.chosen)
-                signed, entries = await self._fetch(download, donors)
+                adopted, entries = await self._fetch(download, donors)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
-                adopted = signed
+                break
             except RunMismatchError:
-                # Not the run that the user wants. Other peers may belong to it.
+                # The user wants another run, to which other peers may belong.
                 self._skip_one(donors[0])
                 donors = self._donors()
                 if not donors:
@@ -313,7 +311,7 @@ class Joining:
         async def fetch_history() -> None:
             ours = self._restored.history.entries if self._restored is not None else ()
             theirs = await ask_history(self._context, donors[0], signed.head, ours)
-            # Theirs may begin after the anchor: it ends at an entry of ours.
+            # Their part alone may begin after the pinned record, as it begins at an entry of ours.
             found = merged(ours, theirs)
             self._pins.check(signed.genesis, found)
             if ours and shared(ours, theirs) is None and donors[0].peer_id not in self._context.links.chosen:
@@ -333,12 +331,12 @@ class Joining:
         return not self._skipped.isdisjoint({(peer_id, beat.lineage, None), (peer_id, beat.lineage, beat.round)})
 
     def _skip_one(self, donor: Link, *, only_now: bool = False) -> None:
-        """Do not take this peer's state: not in its lineage, or (`only_now`) not before it lands another round."""
+        """Do not take this peer's state in its lineage, or (`only_now`) until it lands another round."""
         if donor.beat is not None:
             self._skipped.add((donor.peer_id, donor.beat.lineage, donor.beat.round if only_now else None))
 
     def _skip(self, donors: list[Link]) -> bool:
-        """Skip these donors if other peers have a state; else returns False."""
+        """Skip these donors, unless no other peer has a state: then returns False."""
         before = set(self._skipped)
         for donor in donors:
             self._skip_one(donor)
@@ -350,7 +348,7 @@ class Joining:
 
 
 def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:
-    """Raises ConfigError unless a run can be founded with these weights, (num_blocks, 64): every joiner gets them."""
+    """Raises ConfigError if these weights, (num_blocks, 64), cannot found a run: every joiner gets them."""
     for name, start, stop in zip(space.names, space.tensor_starts, space.tensor_starts[1:], strict=False):
         values = anchor[start:stop]
         if values.size and not is_within(values, MAX_GRADIENT):

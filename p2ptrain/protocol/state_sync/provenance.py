@@ -1,6 +1,6 @@
-"""Asks another peer for its head and its history, and decides whether to go on from there.
+"""Asks another peer for its head and its history, verifies both, and decides whether to continue from there.
 
-No peer is believed alone: a head carries the signatures of its voters, and a history those of each round's voters.
+The word of one peer is not enough: a head has the signatures of its voters, and a history those of each round's voters.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from p2ptrain.protocol.wire.messages import Beat, Entry, Founding, Head, SignedH
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
-# For a head, or a history. At 1 Mbit/s a history of 256 entries of 4 peers takes 7 s.
+# Time for a head and for a history. At 1 Mbit/s a history of 256 entries of 4 peers takes 7 s.
 HEAD_TIMEOUT_S, HISTORY_TIMEOUT_S = 15.0, 30.0
-# Peers that let rounds wait for us are asked again after this: they wait 30 s for the next request.
+# Interval of requests to peers whose rounds wait for us: they wait 30 s for the next request.
 DELAY_AGAIN_S = 10.0
-# Entries in an answer: 0.2 MB with 4 peers, at most 2 MB with 31 voters.
+# Entries in one answer: 0.2 MB with 4 peers, at most 2 MB with 31 voters.
 PAGE_ENTRIES = 64
 
-# Named, so that errors tell what was bad.
+# Has a name, so that errors say what was bad.
 HistoryPage = NewType("HistoryPage", Annotated[tuple[Entry, ...], Meta(max_length=PAGE_ENTRIES)])
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user knows of the run. Any other run is neither joined, nor gone on with from a checkpoint.
+    """What the user knows of the run. No other run is joined, or continued from a checkpoint.
 
     Attributes:
         anchor: the hash of a record that must be in the run's history, as 64 hex digits; "" for any.
@@ -61,7 +61,7 @@ class Pins:
     founder: PeerId = ""
 
     def allows_founding(self, peer_id: PeerId) -> bool:
-        """Whether a run that this peer founds now can be the one that the user wants."""
+        """Whether a run that this peer would found can be the one that the user wants."""
         return not self.anchor and self.founder in ("", peer_id)
 
     def check_founder(self, genesis: Founding) -> None:
@@ -73,7 +73,7 @@ class Pins:
             )
 
     def check(self, genesis: Founding, entries: Sequence[Entry]) -> None:
-        """Raises RunMismatchError unless a history that begins with this founding is of the run that the user wants."""
+        """Raises RunMismatchError unless this founding and history are of the run that the user wants."""
         self.check_founder(genesis)
         if self.anchor and not is_continued(entries, self.anchor):
             raise RunMismatchError(
@@ -86,20 +86,20 @@ NO_PINS = Pins()
 
 
 class NotNowError(PeerLostError):
-    """A donor cannot give its state at the moment; asked again soon, it may."""
+    """A donor cannot send its state at the moment. Ask again soon."""
 
 
 class OvertakenError(NotNowError):
-    """The state that was asked for is gone, as a round came first; the donor has a newer one."""
+    """The requested state is gone: a round came first, and the donor has a newer state."""
 
 
 async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) -> SignedHead:
     """A partner's head, signed by a quorum of its voters.
 
     Args:
-        times_overtaken: how many rounds in a row came before we had the state; the partner lets the next one wait.
+        times_overtaken: how many rounds in a row came before we had the state. The partner then delays the next one.
 
-    Raises NotNowError if it has none that it can prove at the moment, PeerLostError, WireError.
+    Raises NotNowError if it cannot prove its head at the moment, PeerLostError, WireError.
     """
     answer, payload = await context.links.request(link, "head", index=times_overtaken, timeout_s=HEAD_TIMEOUT_S)
     if not answer.found:
@@ -117,10 +117,7 @@ async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) 
 
 @asynccontextmanager
 async def delaying_rounds(context: RoundContext, donor: Link, times_overtaken: int) -> AsyncIterator[None]:
-    """While the block runs, ask the donor's lineage to delay its next round, as rounds have overtaken our download.
-
-    Nothing is asked if none has.
-    """
+    """While the block runs, ask the donor's lineage to delay its next round, if rounds have overtaken our download."""
 
     async def ask(peer_id: PeerId) -> None:
         while True:
@@ -139,10 +136,10 @@ async def delaying_rounds(context: RoundContext, donor: Link, times_overtaken: i
 
 
 async def ask_history(context: RoundContext, link: Link, head: Head, ours: Sequence[Entry]) -> list[Entry]:
-    """A partner's history up to its head, from an entry that we have too if there is one. Each entry is verified.
+    """A partner's verified history up to its head. It begins before or at an entry that we have too, if there is one.
 
-    Without entries of ours, only the recent ones are asked for. Takes a request for every 64 entries, and at most half
-    a minute. Raises PeerLostError, WireError.
+    Without entries of ours, only recent ones are requested. Makes a request for every 64 entries, and takes at most
+    half a minute. Raises PeerLostError, WireError.
     """
     with trio.move_on_after(HISTORY_TIMEOUT_S):
         entries = await _ask_pages(context, link, {name_of(entry) for entry in ours})
@@ -161,7 +158,8 @@ async def _ask_pages(context: RoundContext, link: Link, known: Collection[str]) 
             break
         entries[:0] = page
         before = name_of(page[0])
-        # Only the oldest page is not full. Otherwise a liar who repeats one entry is asked hundreds of times.
+        # Only the oldest page is not full. Without this check, a liar that repeats one entry is asked hundreds of
+        # times.
         if len(page) < PAGE_ENTRIES or any(name_of(entry) in known for entry in page):
             break
     return entries
@@ -185,7 +183,7 @@ def is_preferred(
     *,
     is_initial: bool,
 ) -> bool:
-    """Whether a peer at `head` goes on from another head. Both histories have been checked.
+    """Whether a peer at `head` should continue from another head. Both histories have been checked.
 
     Args:
         present: the voters of our head that are in our lineage now.
@@ -195,7 +193,7 @@ def is_preferred(
     if common is not None:
         after = theirs[common[1] + 1 :]
         founding = after[0].founding if common[0] == len(ours) - 1 and after else None
-        # It goes on from our own head, so it has our state.
+        # This lineage continues from our own head, so it must have our state.
         if founding is not None and founding.state_hash != head.state_hash:
             return False
         return is_better(ours, theirs, present)
@@ -203,14 +201,15 @@ def is_preferred(
     if not is_initial:
         return False
     if head.genesis == other.genesis:
-        # We were away for longer than histories are kept, and are behind the peers that we joined through.
+        # We were away for longer than histories are kept, and follow a newer state of an initial peer.
         return other.round > head.round
-    # Two starts of one run: a peer that committed all rounds alone joins those that did not, or another such peer.
+    # The run was started twice. A peer that committed all its rounds alone joins those that did not, or another such
+    # one.
     return was_alone(ours) and (not was_alone(theirs) or rank_of(other) > rank_of(head))
 
 
 def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:
-    """Sort key of states: most tokens, then youngest lineage, then latest round, then smallest lineage id."""
+    """Sort key of states. The largest has most tokens, then the youngest lineage, the latest round, the smallest id."""
     return (
         place.tokens_total,
         generation_of(place.lineage),

@@ -1,6 +1,6 @@
 """Brings this peer to the run's newest state: at the start (`joining`), and when it has fallen behind.
 
-A peer that missed rounds applies their records. If that is impossible, or the lineage is another one, it replaces its
+A peer that missed rounds applies their records. If that is impossible, or if another lineage continues, it replaces its
 whole state. When two lineages meet, their histories decide (`rounds.deciding.history`).
 """
 
@@ -16,12 +16,10 @@ import trio
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.deciding.history import History, merged, shared
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
 from p2ptrain.protocol.state_sync.provenance import (
-    NO_PINS,
     NotNowError,
     OvertakenError,
     Pins,
@@ -38,42 +36,31 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# A late Commit arrives within this time; then the record is requested.
+# A late Commit arrives within this time. Only after that is the record requested.
 COMMIT_GRACE_S = 0.2
-# After an attempt to catch up that brought nothing, that partner's heartbeats begin no other for so long, and twice as
-# long each time. Partners make false claims, or ours is the history that goes on (guess).
+# If an attempt to catch up with a partner brings nothing, its heartbeats begin no other attempt for this long, and for
+# twice as long each time (guess): it may make false claims.
 RETRY_S = 2.0
-# The same, if ours is the lineage that goes on (guess).
+# The same if our own lineage is the one that continues (guess).
 REFUSED_RETRY_S = 10.0
-# After a round came first: short, because partners delay their next round for us (guess).
+# The same if a round came first (guess): short, because partners delay their next round for us.
 OVERTAKEN_RETRY_S = 0.25
 
 
 class StateSync:
-    """Catches up while the run goes on. `joining.establish` comes first."""
+    """Catches up during the run. `joining.establish` comes first."""
 
     def __init__(
         self,
         engine: RoundDriver,
-        membership: Membership,
+        joining: Joining,
         *,
-        load_buffers: Callable[[bytes], None],
         record: Callable[..., None],
         may_found: bool,
-        restored: Restored | None,
         rng: random.Random,
-        pins: Pins = NO_PINS,
+        pins: Pins,
     ) -> None:
-        self.joining = Joining(
-            engine,
-            membership,
-            load_buffers=load_buffers,
-            record=record,
-            may_found=may_found,
-            restored=restored,
-            rng=rng,
-            pins=pins,
-        )
+        self.joining = joining
         self._engine = engine
         self._context = engine.context
         self._rng = rng
@@ -81,11 +68,11 @@ class StateSync:
         self._pins = pins
         self._may_found = may_found
         self._download: Download | None = None
-        # Who is behind with the state that it has just joined with was overtaken once.
+        # A peer that is behind right after joining was overtaken once.
         self._times_overtaken = 1
-        # Of the job that runs: "refused", "overtaken", "not now", or "".
+        # Outcome of the current job: "refused", "overtaken", "not now", or "".
         self._outcome = ""
-        # For each partner, or "" for any: the link, why, and our head at that time.
+        # Waiting jobs by partner ("" for any): the link, the reason, and our head when it was queued.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
 
@@ -103,9 +90,9 @@ class StateSync:
             _, (link, reason, stuck_at) = self._jobs.popitem(last=False)
             head, caught_up = self._engine.head, False
             if link is None and head is not stuck_at:
-                continue  # Another job has brought the rounds that we lacked.
+                continue  # an earlier job has brought the rounds that we lacked
             if link is not None and not self._engine.may_follow(link):
-                continue  # As above, or this partner's job before brought nothing.
+                continue  # the same, or this partner's last job brought nothing
             self._outcome = ""
             with self._context.errors.containing("catching up"):
                 try:
@@ -117,7 +104,7 @@ class StateSync:
             if (caught_up or self._outcome == "refused") and not is_behind:
                 self._times_overtaken = 0
             elif caught_up or self._outcome == "overtaken":
-                # Also if we have what we asked for, but rounds came first: the next ones wait for us.
+                # Also if we have the requested state, and are behind again: the next rounds should wait for us.
                 self._times_overtaken += 1
             # The next heartbeat of a partner that is ahead retries.
             retry_s = {"refused": REFUSED_RETRY_S, "overtaken": OVERTAKEN_RETRY_S, "not now": OVERTAKEN_RETRY_S}.get(
@@ -143,7 +130,7 @@ class StateSync:
         self._begin(None, reason)
 
     def _begin(self, link: Link | None, reason: str) -> None:
-        # At most one job of each peer waits, so that none can take the turns of the others.
+        # At most one job of each peer waits, so that no peer can take the turns of others.
         self._jobs[link.peer_id if link is not None else ""] = link, reason, self._engine.head
         self._wanted.set()
 
@@ -172,10 +159,10 @@ class StateSync:
         return True
 
     async def _replace_state(self, link: Link | None, reason: str) -> bool:
-        """Adopt the state of a partner, or (None) of the first of all whose history is preferred to ours.
+        """Adopt the state of a partner, or (None) of the first peer whose history is preferred to ours.
 
-        Local weights are kept if the genesis is the same, else overwritten. Our own rounds go on until the new state is
-        complete and verified, so a false claim does not stop them.
+        Local weights are kept if the genesis is the same, else overwritten. Our own rounds continue until the new state
+        is complete and verified, so a false claim does not stop them.
         """
         for donor in [link] if link is not None else self._elsewhere():
             with self._context.links.containing(donor, "comparing histories"):
@@ -238,7 +225,7 @@ class StateSync:
                     raise PeerLostError("a round of our own came first")
                 context.state.copy_from(self._download.state)
             elif context.run.is_pairwise:
-                run_step = context.exchange.run_step  # Pairs have brought us further than the head's round.
+                run_step = context.exchange.run_step  # pairwise steps have brought us further than the head's round
             self._download = None
             kind: LandingKind = "keep" if head.genesis == engine.head.genesis else "write"
             engine.adopt(signed, History(signed.genesis, merged(engine.history.entries, entries)))
@@ -246,12 +233,12 @@ class StateSync:
         return True
 
     def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:
-        """Whether to go on from a partner's head, or (None) from one that our user gave."""
+        """Whether to continue from a partner's head, or (None) from one that our user gave."""
         engine = self._engine
-        # We may have voted at this place; no honest donor reports it.
+        # We may have voted at this position already. No honest donor reports such a head.
         if not engine.past_heads.may_adopt(head):
             return False
-        # Once ours has ended, any peer that begins the next one is followed, as this peer would begin one itself.
+        # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
         present = () if engine.has_ended else self._context.liveness.present()
         return is_preferred(
             engine.head,
@@ -266,11 +253,11 @@ class StateSync:
         """Raises RunMismatchError unless a history is of the run that the user wants."""
         if shared(self._engine.history.entries, entries) is None:
             self._pins.check(genesis, entries)
-        else:  # It goes on from ours, which may no longer reach back to the anchor.
+        else:  # it continues ours, which may no longer reach back to the pinned record
             self._pins.check_founder(genesis)
 
     def _is_trusted(self, donor: Link) -> bool:
-        """Whether the user named this peer. A joining user that named none trusts any peer of the run."""
+        """Whether the user named this peer. A user who named none, and did not found the run, trusts any peer."""
         chosen = self._context.links.chosen
         return donor.peer_id in chosen or not (chosen or self._may_found)
 
@@ -284,7 +271,7 @@ class StateSync:
         return True
 
     async def restore(self, restored: Restored) -> None:
-        """Return to a checkpoint and found a new lineage. Other peers follow if it ranks highest."""
+        """Return to a checkpoint and found a new lineage. Other peers follow if its history is preferred to theirs."""
         async with self._engine.paused():
             self._context.state.copy_from(restored.state)
             self._engine.found_lineage(restored.head, restored.history, "restored by the user")

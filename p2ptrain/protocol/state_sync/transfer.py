@@ -1,11 +1,11 @@
-"""Moves the run's whole state: a donor serves it, another peer downloads it, and lands it.
+"""Moves the run's whole state: donors serve it, another peer downloads and lands it.
 
-Anchor and moments come in verified chunks, from several donors in parallel.
+Anchor and moments come in chunks, from several donors in parallel. The manifest (the list of chunk hashes) comes in
+pages and is checked against the hash in the donor's head. Every chunk is checked against the manifest. Verified chunks
+are kept when a donor is lost.
 
-The manifest (the list of chunk hashes) comes in pages and is checked against the hash in the donor's head; every chunk
-is checked against the manifest. Verified chunks are kept when a donor is lost. If the swarm commits a round during the
-download, which changes every chunk, the received chunks are updated with the round's encoded mean (an eighth of the
-bytes). So a download ends even on a slow link with frequent rounds.
+A round that the swarm commits during the download changes every chunk. Then the received chunks are updated with the
+round's encoded mean, an eighth of the bytes. So a download ends even on a slow link with frequent rounds.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and other peers may be joining too.
+# Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link that we test), and other peers may be joining too.
 CHUNK_TIMEOUT_S = 60.0
-# Requests in flight per donor: two hide the round trip of a slow link, and each chunk that takes less than QUICK_S adds
-# one; 24 of 256 KiB fill 500 Mbit/s at a round trip of 100 ms. A donor serves 32 at once (`node.requests`). Chunks in
+# Requests in flight per donor. Two hide the round trip of a slow link, and each chunk that takes less than QUICK_S adds
+# one: 24 of 256 KiB fill 500 Mbit/s at a round trip of 100 ms. A donor serves 32 at once (`node.requests`). Chunks in
 # flight are wasted when the swarm commits a round.
 PER_DONOR = 2
 MOST_PER_DONOR = 24
 QUICK_S = 0.5
 # A page of the manifest has 256 KiB, like a chunk; it covers 134M parameters with one moment.
 MANIFEST_PAGE_HASHES = 4096
-# Model buffers (such as running means) are sent in pieces of this size.
+# Size of the pieces in which model buffers (such as running means) are sent.
 BUFFER_PIECE_BYTES = 1024 * 1024
-# Limit of the buffers from one donor (guess).
+# Limit of the buffers from a donor (guess).
 MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
 
 
 class StateServer:
     """Answers requests for this peer's head, history, manifest, chunks and model buffers.
 
-    Buffers change at every training step. They are serialized when the first piece is asked for, at most once for each
-    state, and kept until they are serialized again. The answer names the serialization (by that state), and the request
-    for the next piece repeats that name, so that pieces of two serializations do not mix.
+    Buffers change at every training step. They are serialized when the first piece is requested, at most once for each
+    state, and kept until they are serialized again. An answer contains the hash of that state, and the request for the
+    next piece repeats it, so that pieces of two serializations do not mix.
     """
 
     def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes]) -> None:
@@ -68,7 +68,7 @@ class StateServer:
         self._packed = b""
 
     async def serve(self, link: Link, request: Request) -> None:
-        """Answer one request, or say that it cannot be answered now. A peer without state never donates."""
+        """Answer one request, or say that it cannot be answered now, as in the midst of an outer step."""
         payload, note = None, request.what
         if request.what == "buffers":
             payload, note = await self._buffers_piece(request)
@@ -80,7 +80,7 @@ class StateServer:
         await link.send_bulk(answer, payload or b"", Traffic.STATE, compress=True)
 
     async def _payload(self, request: Request) -> bytes | None:
-        """The requested bytes; None if not available. Chunks of an old state are not sent, as they would be useless."""
+        """The requested bytes; None if not available. Chunks of an old state would be useless, and are not sent."""
         current = request.subject == self._engine.head.state_hash
         match request.what:
             case "head":
@@ -98,14 +98,14 @@ class StateServer:
         return None
 
     async def _buffers_piece(self, request: Request) -> tuple[bytes | None, str]:
-        """One piece of the serialized buffers and the state it belongs to; None if that serialization is gone."""
+        """A piece of the serialized buffers, and the state that it belongs to; None if that serialization is gone."""
         async with self._packing:
             now = self._engine.head
             if request.index == 0 and now.lineage and self._packed_of != now.state_hash:
                 self._packed = await self._compute(self._buffers)
                 self._packed_of = now.state_hash
         start = request.index * BUFFER_PIECE_BYTES
-        # The piece behind the last full one may be empty: it says that there are no more.
+        # The last piece is shorter than the others, or empty: so the joiner sees that there are no more.
         there = self._packed_of and 0 <= start <= len(self._packed)
         if not there or (request.index and request.subject != self._packed_of):
             return None, request.what
@@ -113,7 +113,7 @@ class StateServer:
 
 
 def num_pages(num_chunks: int) -> int:
-    """Number of manifest pages for so many chunks."""
+    """Number of manifest pages for this many chunks."""
     return -(-num_chunks // MANIFEST_PAGE_HASHES)
 
 
@@ -135,20 +135,16 @@ async def ask_buffers(links: Links, link: Link) -> bytes:
 
 
 class Download:
-    """Fills an `AnchorState` to match a head. Keeps verified chunks between calls of `run`.
+    """Downloads the state of a head into an `AnchorState`. Keeps verified chunks between calls of `run`.
 
     Args:
-        state: receives the chunks; chunks with the right hashes are not fetched.
+        state: receives the chunks. Chunks that already have the right hashes are not fetched.
     """
 
     def __init__(self, context: RoundContext, state: AnchorState) -> None:
         self.state = state
         self.done_chunks = 0
-        self._run = context.run
-        self._links = context.links
-        self._compute = context.compute
-        self._parts = context.parts
-        self._averaging = context.averaging
+        self._context = context
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
         self._held_of = state.hashes.state
         self._overtaken = False
@@ -161,7 +157,7 @@ class Download:
     async def run(self, head: Head, donors: Sequence[Link]) -> None:
         """Fetch the state of `head`. Call it again with other donors after an error.
 
-        Raises OvertakenError if donors have another state by now, PeerLostError if all fail for another reason, and
+        Raises OvertakenError if a donor has another state by now, PeerLostError if donors fail for other reasons, and
         WireError if the state is not finite.
         """
         hashes = await self._manifest(head, donors)
@@ -172,44 +168,61 @@ class Download:
         missing = deque(i for i in range(len(hashes)) if i not in self._held)
         self.done_chunks, self._overtaken = len(hashes) - len(missing), False
         if missing:
-            self._links.bulk.open_soon(donors)
+            self._context.links.bulk.open_soon(donors)
+        in_flight = Counter(dict.fromkeys(donors, PER_DONOR))
+
+        async def fetch_chunks(donor: Link) -> None:
+            """Fetch chunks, one after the other, until none is missing or the donor fails."""
+            while missing:
+                index, asked_s = missing.popleft(), trio.current_time()
+                try:
+                    await self._fetch_chunk(donor, head, index, hashes[index])
+                except (PeerLostError, WireError) as error:
+                    logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
+                    missing.append(index)
+                    self._overtaken = self._overtaken or isinstance(error, OvertakenError)
+                    return
+                self.done_chunks += 1
+                if trio.current_time() - asked_s < QUICK_S and in_flight[donor] < MOST_PER_DONOR:
+                    in_flight[donor] += 1
+                    nursery.start_soon(fetch_chunks, donor)
+
         async with trio.open_nursery() as nursery:
             for donor in donors:
-                fetching = Counter({donor.peer_id: PER_DONOR})
                 for _ in range(PER_DONOR):
-                    nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
+                    nursery.start_soon(fetch_chunks, donor)
         if self.done_chunks < len(hashes):
             lost = OvertakenError if self._overtaken else PeerLostError
             raise lost(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
-        if not await self._compute(self.state.is_finite):
+        if not await self._context.compute(self.state.is_finite):
             raise WireError(f"the state of round {head.round} contains NaN or infinity")
         self.state.hashes = self.state.combine(hashes)
 
     async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
-        """Apply a round's outer step to the received chunks. If that fails they are fetched again."""
+        """Apply a round's outer step to the received chunks. If that fails, they are fetched again."""
         state = self.state
         try:
-            check_record(record, self._run, self._averaging, state.num_blocks)
+            check_record(record, self._context.run, self._context.averaging, state.num_blocks)
             whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
-            mean_bytes = sum(self._averaging.size_bytes(record, part) for part in record.parts)
+            mean_bytes = sum(self._context.averaging.size_bytes(record, part) for part in record.parts)
             if len(whole) * len(state.vectors) * state.chunk(0).nbytes < mean_bytes:
                 return  # fetching the chunks again takes fewer bytes
-            await self._parts.fetch(record, [donor.peer_id for donor in donors])
+            await self._context.parts.fetch(record, [donor.peer_id for donor in donors])
         except (PeerLostError, WireError) as error:
             logger.info("received state chunks cannot be updated with the round's mean: %s", error)
             return
         for piece in whole:
-            await self._compute(self._step_chunks, piece, record)
+            await self._context.compute(self._step_chunks, piece, record)
 
     def _step_chunks(self, piece: int, record: Record) -> None:
         """Apply the outer step to one slice of anchor and moments, and rehash it."""
         start = piece * STATE_CHUNK_BLOCKS
         bounds = (start, min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks))
         try:
-            check_decodes(self._averaging, record, self._parts.get, self.state.num_stepped, bounds)
+            check_decodes(self._context.averaging, record, self._context.parts.get, self.state.num_stepped, bounds)
         except WireError:
             return
-        step_chunk(self.state, self._averaging, Progress(record), self._parts.get, None, bounds)
+        step_chunk(self.state, self._context.averaging, Progress(record), self._context.parts.get, None, bounds)
         for chunk in self.state.chunks_of(piece):
             self._held[chunk] = self.state.chunk_hash(chunk)
 
@@ -232,54 +245,28 @@ class Download:
         """All pages of a donor's manifest, not verified yet. Raises PeerLostError, WireError."""
         hashes: list[str] = []
         for page in range(num_pages(self.state.num_chunks)):
-            answer, payload = await self._links.request(
-                donor, "manifest", head.state_hash, page, timeout_s=CHUNK_TIMEOUT_S
-            )
-            if not answer.found:
-                raise OvertakenError("the donor has a newer state")
             expected = min(MANIFEST_PAGE_HASHES, self.state.num_chunks - len(hashes))
-            if len(payload) != 64 * expected:
-                raise WireError(f"{len(payload)} bytes, expected {64 * expected}")
-            text = payload.decode("ascii", "replace")
+            text = (await self._ask(donor, "manifest", head, page, 64 * expected)).decode("ascii", "replace")
             hashes += (text[i : i + 64] for i in range(0, len(text), 64))
         return hashes
 
-    async def _fetch_chunks(
-        self,
-        donor: Link,
-        head: Head,
-        hashes: list[str],
-        missing: deque[int],
-        nursery: trio.Nursery,
-        fetching: Counter[str],
-    ) -> None:
-        """Fetch chunks from `missing` until it is empty or the donor fails; a failed chunk is put back."""
-        while missing:
-            index = missing.popleft()
-            asked_s = trio.current_time()
-            try:
-                await self._fetch_chunk(donor, head, index, hashes[index])
-            except (PeerLostError, WireError) as error:
-                logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
-                missing.append(index)
-                self._overtaken = self._overtaken or isinstance(error, OvertakenError)
-                return
-            self.done_chunks += 1
-            if trio.current_time() - asked_s < QUICK_S and fetching[donor.peer_id] < MOST_PER_DONOR:
-                fetching[donor.peer_id] += 1
-                nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
-
     async def _fetch_chunk(self, donor: Link, head: Head, index: int, expected: str) -> None:
-        answer, payload = await self._links.request(donor, "chunk", head.state_hash, index, timeout_s=CHUNK_TIMEOUT_S)
-        if not answer.found:
-            raise OvertakenError("the donor has a newer state")
         target = self.state.chunk(index)
-        if len(payload) != target.nbytes:
-            raise WireError(f"{len(payload)} bytes, expected {target.nbytes}")
-        if await self._compute(chunk_hash, payload) != expected:
+        payload = await self._ask(donor, "chunk", head, index, target.nbytes)
+        if await self._context.compute(chunk_hash, payload) != expected:
             raise WireError("its hash is wrong")
         target[:] = np.frombuffer(payload, np.float32).reshape(target.shape)
         self._held[index] = expected
+
+    async def _ask(self, donor: Link, what: str, head: Head, index: int, size_bytes: int) -> bytes:
+        """A page of the manifest or a chunk, of this size. Raises PeerLostError, WireError."""
+        links = self._context.links
+        answer, payload = await links.request(donor, what, head.state_hash, index, timeout_s=CHUNK_TIMEOUT_S)
+        if not answer.found:
+            raise OvertakenError("the donor has a newer state")
+        if len(payload) != size_bytes:
+            raise WireError(f"{len(payload)} bytes, expected {size_bytes}")
+        return payload
 
 
 def founder_of(engine: RoundDriver) -> PeerId:
@@ -298,21 +285,21 @@ async def land_state(
 ) -> None:
     """Land the engine's new head in the training thread, record that, and wait until it has taken effect.
 
-    Kind "write" replaces the weights by the anchor. So does the head of the run's last round with either kind, as all
-    peers end with the same weights.
+    Kind "write" replaces the weights by the anchor. The head of the run's last round always does, as all peers end with
+    the same weights.
 
     Args:
         record: takes the name of an event, and its fields.
         reason: why the head is new, for the event.
-        run_step: where weights from a checkpoint are; None for those of the head.
+        run_step: the position of weights from a checkpoint; None for that of the head.
         founded: whether this peer founded the run.
     """
     context, head, run = engine.context, engine.head, engine.context.run
     run_step = head.run_step if run_step is None else run_step
     finished = run.is_over_at(head.run_step)
     kind = "write" if finished else kind
-    # The interval that a checkpoint interrupted goes on: its round is due after the rest of it, at once if it was
-    # due. Steps in pairs have no head that says when the last one was.
+    # The interval in which a checkpoint was written continues: its round is due after the rest of it. With pairwise
+    # steps, no head tells when the last step was.
     since = 0 if run.is_pairwise else max(0, min(run_step - head.run_step, run.sync_every))
     record(
         "adopt",
@@ -332,9 +319,7 @@ async def land_state(
         epoch=Epoch(head.lineage, head.round),
         sync_every=run.sync_every,
         run_step=run_step - since,
-        included_tokens=0,
         snapshot_steps=context.exchange.steps - since if since else None,
-        report=None,
         finished=finished,
     )
     await engine.committer.land(landing)

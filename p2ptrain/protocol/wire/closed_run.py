@@ -1,9 +1,10 @@
-"""What members of a closed run derive from its key: the proofs of the handshake, names and values in the directory.
+"""Cryptography of a closed run, all from its key: proofs for the handshake, names and values in the directory.
 
 Both sides of a stream send a random nonce and then prove that they have the key, with an HMAC over both nonces, both
-peer ids and the run id (as in SKID3; Menezes et al., "Handbook of Applied Cryptography", 10.17). The label of the role
-differs, so a proof cannot be sent back to its maker, and the transport authenticates the peer ids, so it is of no use
-to a third peer. The run digest is not bound: observers do not know it. Hello carries it, after the proofs.
+peer ids and the run id (as in SKID3; Menezes et al., "Handbook of Applied Cryptography", 10.17). The roles have
+different labels, so a proof cannot be sent back to its maker. The transport authenticates the peer ids, so a proof is
+of no use to a third peer. The run digest is not in it, as observers do not know the digest: Hello has it, after the
+proofs.
 
 Pure functions, except that nonces come from a source of random bytes.
 """
@@ -23,7 +24,7 @@ from p2ptrain.settings.run_key import RunKey
 
 DIALLER, ACCEPTOR = b"dialler", b"acceptor"
 NONCE_BYTES = 32
-# Nonce that sealing puts before a value; the cipher adds a tag behind it.
+# Length of the nonce before a sealed value; the cipher's tag is at the end.
 SEAL_NONCE_BYTES = 12
 
 
@@ -39,15 +40,15 @@ class ClosedRun:
         return self.random_bytes(NONCE_BYTES)
 
     def proof(self, role: bytes, nonces: tuple[bytes, bytes], ids: tuple[PeerId, PeerId]) -> bytes:
-        """The proof of the side with this role; nonces and peer ids of dialler and acceptor, in this order."""
+        """The proof of the side with this role. Nonces and peer ids are the dialler's, then the acceptor's."""
         return _mac(self._subkey(b"handshake"), role, *nonces, *(peer_id.encode() for peer_id in ids))
 
     def is_proof(self, proof: bytes, role: bytes, nonces: tuple[bytes, bytes], ids: tuple[PeerId, PeerId]) -> bool:
-        """Whether the side with this role has the key. Takes the same time for all wrong proofs."""
+        """Whether this proves that the side with this role has the key. Takes equally long for all wrong proofs."""
         return hmac.compare_digest(proof, self.proof(role, nonces, ids))
 
     def hidden_name(self, name: str) -> str:
-        """The name that is used in the directory for `name`; strangers cannot compute it, or link it to the run."""
+        """The name in the directory that stands for `name`. Strangers cannot compute it, or link it to the run."""
         return _mac(self._subkey(b"directory name"), name.encode()).hex()
 
     def seal(self, value: bytes, name: str, owner: PeerId) -> bytes:

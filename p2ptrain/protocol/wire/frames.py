@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 256 * 1024
 # The largest payloads are fragments of large models.
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 
-# A chunk of a round has at most 264 KiB; a few bytes could expand to much more.
+# A chunk of a round has at most 264 KiB. Without this limit, a few bytes could expand to 4 MiB.
 MAX_COMPRESSED_CHUNK_BYTES = 320 * 1024
 
 _PREFIX = struct.Struct("!BBBxIIIQ")
@@ -72,7 +72,7 @@ def encode_frame(
 
 
 def decode_prefix(data: bytes) -> Prefix:
-    """Check the fixed part. Raises WireError before anything of the declared size is allocated."""
+    """Check the fixed part of a frame, before memory of the declared sizes is allocated. Raises WireError."""
     version, kind, flags, header_bytes, payload_bytes, raw_bytes, acked = _PREFIX.unpack(data)
     if version != WIRE_VERSION:
         raise WireError(f"wire version {version}, expected {WIRE_VERSION}")
@@ -95,7 +95,7 @@ def decode_prefix(data: bytes) -> Prefix:
 
 
 def decode_body(prefix: Prefix, body: bytes | memoryview) -> tuple[Message, bytes]:
-    """The message and the raw payload of a complete frame, which is only read. Raises WireError."""
+    """The message and the raw payload of a complete frame. `body` may be reused afterwards. Raises WireError."""
     assert len(body) == prefix.body_bytes
     message = unpack(KINDS[prefix.kind], body[: prefix.header_bytes])
     payload = body[prefix.header_bytes :]

@@ -27,20 +27,20 @@ MAX_LIST = 4096
 MAX_MADDRS = 16
 MAX_MADDR_LENGTH = 512  # a relayed one with two peer ids has 150 characters
 MAX_REASON = 512
-# Of a message that does not fit its schema, in the error: what is decoded, and what is shown of it.
+# Of a message that does not fit its schema: bytes that are decoded for the error, and characters that it shows.
 MAX_SHOWN_BYTES, MAX_SHOWN_CHARS = 4096, 80
-# The first contributors of a round decide the next: bounds the leader's wait in large swarms (guess).
+# Only the first contributors of a round decide the next, so that the leader's wait is bounded in large swarms (guess).
 MAX_VOTERS = 31
 # A public key and a signature made with it; with an RSA key of 4096 bits, these have 1,070 bytes.
 MAX_SIGNATURE_BYTES = 2048
-# How a bulk connection is opened.
+# See `Offer`.
 MAX_OFFER_BYTES = 1024
-# Of a heartbeat. We name two members; more are accepted, so that later versions may.
+# Members that a heartbeat may name. We name two; later versions may name more.
 MAX_BEAT_MEMBERS = 4
 # The longest status that we make has 60 characters.
 MAX_STATUS = 256
 MAX_PEER_ID = 128
-# Voters that a heartbeat counts at most; more than `MAX_VOTERS`, so that later versions may have more.
+# Largest `Beat.reach`: more than `MAX_VOTERS`, as later versions may have more voters.
 MAX_REACH = 64
 # No peer makes a step in less than a microsecond.
 MAX_SPEED = 1e6
@@ -66,13 +66,13 @@ Maddrs = Annotated[tuple[Maddr, ...], Meta(max_length=MAX_MADDRS)]
 Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)]
 # A hash of 32 bytes, or empty where there is none.
 Hash = Annotated[bytes, Meta(max_length=HASH_BYTES)]
-# A port and a self-signed certificate of 200 bytes.
+# How to open a bulk connection: a port and a self-signed certificate of 200 bytes.
 Offer = Annotated[bytes, Meta(max_length=MAX_OFFER_BYTES)]
 MerkleProof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
-# On the sender's clock, or a duration.
+# A time on the sender's clock, or a duration.
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-# Empty: none yet.
+# Empty if the sender has none yet.
 Lineage = Annotated[str, Meta(pattern=rf"\A({LINEAGE_PATTERN})?\Z")]
 Member = tuple[Name, Maddrs]
 
@@ -81,16 +81,29 @@ class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Packed as a list of the fields in their order."""
 
 
+class _OfRound(_Struct, frozen=True):
+    """The first fields of a message about one round."""
+
+    lineage: Text
+    round: Int
+
+
+class _OfAttempt(_OfRound, frozen=True):
+    """The first fields of a message about one attempt at a round."""
+
+    attempt: Attempt
+
+
 def _escape(message: msgspec.Struct, name: str, most: int) -> None:
     """Escape a free text of a message that is being made, and cut it to its limit."""
     msgspec.structs.force_setattr(message, name, shown(getattr(message, name), most))
 
 
 class Hello(_Struct, frozen=True):
-    """First frame of every stream of an open run, and in a closed one the first after the proofs.
+    """First frame of every stream of an open run. In a closed run it follows the proofs.
 
-    Observers send an empty digest and may only request settings and events. `bulk` is the offer of a `BulkTransport`,
-    empty without one.
+    Observers send an empty digest, and get answers to some kinds of requests only. `bulk` is the offer of the sender's
+    `BulkTransport`; empty if it has none.
     """
 
     run_id: Text
@@ -102,9 +115,9 @@ class Hello(_Struct, frozen=True):
 
 
 class Challenge(_Struct, frozen=True):
-    """First frame of every stream of a closed run, from both sides: asks the other to prove that it has the run key.
+    """First frame of every stream of a closed run, from both sides: asks the other side for a proof of the run key.
 
-    The dialler's `proof` is empty, the acceptor's answers the dialler's nonce.
+    The dialler's `proof` is empty. The acceptor's answers the dialler's nonce.
     """
 
     nonce: Mac
@@ -142,7 +155,7 @@ class Beat(_Struct, frozen=True):
 
 
 class Ack(_Struct, frozen=True):
-    """Has no fields: its frame's prefix acknowledges the bulk bytes received."""
+    """Acknowledges the bulk bytes received, by the prefix of its frame. It has no fields."""
 
 
 class Leave(_Struct, frozen=True):
@@ -154,11 +167,9 @@ class Leave(_Struct, frozen=True):
         _escape(self, "reason", MAX_STRING)
 
 
-class Fragment(_Struct, frozen=True):
+class Fragment(_OfRound, frozen=True):
     """Slots of the sender's weights (payload: their blocks, encoded). `age_s`: seconds from gathering to sending."""
 
-    lineage: Text
-    round: Int
     selection: Text
     cycle: Int
     slot: Int
@@ -250,8 +261,8 @@ class Commit(_Struct, frozen=True):
 class Founding(_Struct, frozen=True):
     """The start of a lineage, signed by its founder, who is the only voter of its next round.
 
-    It goes on from the head of `parent` at `round` with this state. A run's first lineage has the run digest as its
-    parent, and round -1.
+    The lineage continues from the head of lineage `parent` at `round`, whose state has this hash. A run's first lineage
+    has the run digest as its parent, and round -1.
     """
 
     parent: Name
@@ -272,8 +283,8 @@ class Entry(_Struct, frozen=True):
 class Head(_Struct, frozen=True):
     """The last resolved round of a lineage, and what is needed to decide the next one.
 
-    `commit` is of the last committed round, None at genesis; after a new lineage began it is still that of the lineage
-    before. `voters` decide the next.
+    `commit` is that of the last committed round; None at genesis. When a lineage begins, it is still the commit of the
+    lineage before. `voters` decide the next round.
     """
 
     genesis: Name
@@ -292,7 +303,7 @@ class Head(_Struct, frozen=True):
 
 
 class SignedHead(_Struct, frozen=True):
-    """A head with the signatures of a quorum of its voters, who have the same state; and how the run began."""
+    """A head, the signatures of a quorum of its voters, who have the same state, and the founding of the run."""
 
     head: Head
     votes: Annotated[tuple[Vote, ...], Meta(max_length=MAX_VOTERS)]
@@ -300,39 +311,32 @@ class SignedHead(_Struct, frozen=True):
 
 
 class SavedHistory(_Struct, frozen=True):
-    """How a run began, and the last entries of its history; kept in checkpoints."""
+    """The founding of a run, and the last entries of its history. Checkpoints contain it."""
 
     genesis: Founding | None
     entries: Items[Entry]
 
 
-class Due(_Struct, frozen=True):
-    """To all peers: the sender has done its inner steps. `counter` is that of the attempt it expects next."""
+class Due(_OfRound, frozen=True):
+    """To all peers: the sender has made its inner steps. `counter` is that of the attempt that it expects next."""
 
-    lineage: Text
-    round: Int
     counter: Int
 
 
-class Call(_Struct, frozen=True):
+class Call(_OfAttempt, frozen=True):
     """From a leader to every live peer: join this attempt within the window."""
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     window_s: Float
 
 
-class Join(_Struct, frozen=True):
+class Join(_OfAttempt, frozen=True):
     """A promise to refuse lower attempts, and what the leader needs to plan the round.
 
-    `tokens`: trained on since the sender's last inclusion; `shard_tokens`: the size of its shard (0: none).
-    `at_length`: the sender has reached the run's length and asks for the last, plain-average round.
+    `tokens`: how many the sender has trained on since it was last included in a mean. `shard_tokens`: the size of its
+    shard; 0 without one. `at_length`: the sender has reached the run's length and asks for the last round, which is a
+    plain average.
     """
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     incarnation: Text
     state_hash: Text
     has_snapshot: bool
@@ -347,12 +351,9 @@ class Join(_Struct, frozen=True):
     ready: Record | None
 
 
-class Refuse(_Struct, frozen=True):
+class Refuse(_OfAttempt, frozen=True):
     """The receiver's attempt is below the sender's promise."""
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     promised: Attempt
 
 
@@ -365,47 +366,38 @@ class RosterPart(_Struct, frozen=True):
     senders: Items[Text]
 
 
-class Roster(_Struct, frozen=True):
+class Roster(_OfAttempt, frozen=True):
     """The leader's plan of an attempt: its members, and who sends which blocks to whom.
 
-    `expected` holds all members with their weights, and empty Merkle roots: reducers average these until they are told
-    otherwise. It is empty if the averaging strategy does not reduce.
+    `expected` holds all members with their weights, and empty Merkle roots. Reducers average these unless a Reduce
+    names others. It is empty if the averaging strategy does not reduce.
     """
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     members: Items[Text]
     parts: Items[RosterPart]
     expected: Items[Contributor]
 
 
-class Contribution(_Struct, frozen=True):
+class Contribution(_OfAttempt, frozen=True):
     """To a reducer: blocks [start, stop) of the sender's encoded outer gradient (payload).
 
     The last chunk of a part has the Merkle root of all chunks of the sender's outer gradient, and the proof that the
     part's chunks are among them. Others have an empty `root`, and so has every chunk in a run without audits.
     """
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     start: Int
     stop: Int
     root: Hash
     proof: MerkleProof
 
 
-class Arrived(_Struct, frozen=True):
+class Arrived(_OfAttempt, frozen=True):
     """Reducer to leader: the members whose chunks are complete, and those that stalled or were lost.
 
-    `norms` has the squared norm of this part of the outer gradient for each entry of `complete`, and `roots` the Merkle
-    root of its chunks.
+    For each entry of `complete`, `norms` has the squared norm of this part of its outer gradient, and `roots` the
+    Merkle root of its chunks.
     """
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     part: Int
     complete: Items[Text]
     failed: Items[Text]
@@ -413,25 +405,19 @@ class Arrived(_Struct, frozen=True):
     roots: Items[Hash]
 
 
-class Reduce(_Struct, frozen=True):
-    """Leader to reducers: average exactly these contributors, which are not those that the roster expects."""
+class Reduce(_OfAttempt, frozen=True):
+    """Leader to reducers: average exactly these contributors, instead of those that the roster expects."""
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     contributors: Items[Contributor]
 
 
-class Reduced(_Struct, frozen=True):
+class Reduced(_OfAttempt, frozen=True):
     """Reducer to leader: the hashes of the blobs that it now serves for its part.
 
-    `gram` holds the inner products of the contributors' outer gradients in this part, row by row; empty when there are
-    too many contributors. `as_expected`: it has averaged the roster's expected contributors, without a Reduce.
+    `gram` holds the inner products of the contributors' outer gradients in this part, row by row; it is empty if there
+    are too many contributors. `as_expected`: the mean is of the contributors that the roster expects.
     """
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     part: Int
     digests: Items[Text]
     gram: Items[Float]
@@ -445,86 +431,70 @@ class Propose(_Struct, frozen=True):
     record: Record
 
 
-class Ready(_Struct, frozen=True):
+class Ready(_OfAttempt, frozen=True):
     """Member to leader: it holds all parts of the record and has stored READY. Signed with the sender's identity."""
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     incarnation: Text
     record_sha256: Text
     signature: Signature
 
 
-class Abort(_Struct, frozen=True):
+class Abort(_OfAttempt, frozen=True):
     """The leader ends this attempt."""
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     reason: Reason
 
     def __post_init__(self) -> None:
         _escape(self, "reason", MAX_REASON)
 
 
-class Withdraw(_Struct, frozen=True):
-    """Member to leader: it cannot go on with this attempt."""
+class Withdraw(_OfAttempt, frozen=True):
+    """Member to leader: it cannot continue this attempt."""
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     reason: Reason
 
     def __post_init__(self) -> None:
         _escape(self, "reason", MAX_REASON)
 
 
-class Landed(_Struct, frozen=True):
-    """To all peers: the sender's signature under the head that it has now, for those who join."""
+class Landed(_OfRound, frozen=True):
+    """To all peers: the sender's signature under its new head. Joiners need those of a quorum."""
 
-    lineage: Text
-    round: Int
     incarnation: Text
     signature: Signature
 
 
-class Accuse(_Struct, frozen=True):
-    """From the auditor of a committed round to all: this part is not the mean of its contributors' chunks."""
+class Accuse(_OfRound, frozen=True):
+    """Auditor of a committed round to all peers: this part is not the mean of its contributors' chunks."""
 
-    lineage: Text
-    round: Int
     part: Int
 
 
-class Mean(_Struct, frozen=True):
-    """From a reducer to the members of its attempt: a piece of a part's encoded mean (payload), in order.
+class Mean(_OfAttempt, frozen=True):
+    """Reducer to the members of its attempt: the next piece of a part's encoded mean (payload).
 
     Attributes:
         digest: names the part; empty for the mean of the contributors that the roster expects.
         start: bytes of the part before this piece.
     """
 
-    lineage: Text
-    round: Int
-    attempt: Attempt
     digest: Name
     start: Int
 
 
 class PairOffer(_Struct, frozen=True):
-    """The sender looks for a partner for its outer step `number`, its own count. Answered with PairAnswer."""
+    """The sender looks for a partner for its outer step `number`, by its own count. The answer is a PairAnswer."""
 
     lineage: Lineage
     number: Count
 
 
 class PairAnswer(_Struct, frozen=True):
-    """The answer to an offer, or (not accepted) the end of a swap that was agreed on.
+    """The answer to an offer. If not accepted, it may also end a swap that was agreed on.
 
     Attributes:
-        offer: of the receiver's step, as in its offer.
-        number: of the sender's own step, if accepted.
+        offer: the number of the receiver's step, as in its offer.
+        number: the number of the sender's own step, if accepted.
     """
 
     offer: Count
@@ -533,10 +503,10 @@ class PairAnswer(_Struct, frozen=True):
 
 
 class PairWeights(_Struct, frozen=True):
-    """To a partner: a chunk of the sender's weights (payload, encoded), in order; last a sample of its anchor.
+    """To a partner: the next chunk of the sender's encoded weights (payload). The last one is a sample of its anchor.
 
     Attributes:
-        number: of the sender's step.
+        number: the number of the sender's step.
         start: the first block of the chunk.
     """
 
@@ -554,7 +524,7 @@ class Request(_Struct, frozen=True):
 
 
 class Answer(_Struct, frozen=True):
-    """The payload answers a request; `found` is False if the sender does not have it now."""
+    """Answers a request with its payload. `found` is False if the sender does not have it now."""
 
     request: Int
     found: bool
@@ -581,7 +551,7 @@ def pack(value: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
 
 
 def unpack(kind: type[T], data: bytes | memoryview) -> T:
-    """Rebuild a message or a part of one from untrusted bytes. Raises WireError, which shows what came."""
+    """Rebuild a message or a part of one from untrusted bytes. Raises WireError with the beginning of the bytes."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except ValueError as error:
@@ -589,7 +559,7 @@ def unpack(kind: type[T], data: bytes | memoryview) -> T:
 
 
 def _without_schema(data: bytes | memoryview) -> str:
-    """The beginning of what MessagePack holds, whatever its shape is: another version may have other fields."""
+    """The beginning of MessagePack bytes of any shape, as text: another version may have other fields."""
     if len(data) > MAX_SHOWN_BYTES:
         return f"{len(data)} bytes"
     try:

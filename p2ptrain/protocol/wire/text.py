@@ -1,7 +1,7 @@
-"""Other peers' texts reach logs, terminals and pages. Characters that could forge or reverse a line are escaped.
+"""Makes other peers' texts safe to print: escapes characters that could forge or reverse a line in a log or a page.
 
-Identifiers and addresses never have such characters, so a message with one in them is refused. Reasons and other free
-texts may hold the text of any exception, so they are escaped, when they are made and again when they arrive.
+Identifiers and addresses never have such characters, so a message with one there is refused. Reasons and other free
+texts may contain the text of any exception, so they are escaped when they are made, and again when they arrive.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 # C0 and C1 controls, DEL, line separators, characters that are invisible or change the direction of writing, and
-# surrogates, which JSON may hold and which cannot be printed.
+# surrogates, which JSON may contain and which cannot be printed.
 UNSAFE = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\U000e0000-\U000e007f"
 # For msgspec's checks of strings.
 SAFE_PATTERN = rf"\A[^{UNSAFE}]*\Z"
@@ -30,12 +30,12 @@ def shown(text: str, most: int = 60) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """A text of many lines with the characters escaped that could command a terminal; others stay as they are."""
+    """Escape only the characters that could command a terminal: line breaks and tabs stay."""
     return _CONTROLS.sub(lambda match: escaped(match[0]), text)
 
 
 def escaped_all(value: Any) -> Any:
-    """A JSON value with all of its texts escaped."""
+    """A JSON value with all its texts escaped."""
     match value:
         case str():
             return escaped(value)

@@ -15,7 +15,7 @@ PeerId = str
 """A peer's network identity (libp2p: base58 of the hash of its public key)."""
 
 Refusal = Callable[[PeerId], str | None]
-"""Returns why the user of this machine refuses a peer, in words for that peer; None if the peer is allowed."""
+"""Returns why the user of this machine refuses a peer, as a text for that peer; None if the peer is allowed."""
 
 
 def no_refusal(peer_id: PeerId) -> str | None:
@@ -24,7 +24,7 @@ def no_refusal(peer_id: PeerId) -> str | None:
 
 
 def said_here(refusal: str) -> str:
-    """What a `Refusal` returned, in words for the user of this machine."""
+    """Rewrite the text of a `Refusal` for the user of this machine."""
     return refusal.replace("this peer is", "it is").replace(" its ", " your ")
 
 
@@ -56,7 +56,7 @@ class Signer(Protocol):
     def peer_id(self) -> PeerId: ...
 
     def sign(self, data: bytes) -> bytes:
-        """A signature of `data`, with all that its readers need but the peer id."""
+        """Sign `data`. Anyone who knows our peer id can verify the result."""
         ...
 
     def verify(self, peer_id: PeerId, data: bytes, signature: bytes) -> bool:
@@ -77,7 +77,7 @@ class Transport(Signer, Protocol):
         ...
 
     def relay_to(self, peer_id: PeerId) -> PeerId:
-        """The peer that carries all streams with this one; empty if there is a direct one, or none."""
+        """The relay that carries all streams with this peer; empty if a stream is direct, or there is none."""
         ...
 
     async def accept(self) -> Stream:
@@ -86,22 +86,22 @@ class Transport(Signer, Protocol):
 
 
 class BulkTransport(Protocol):
-    """Opens and accepts connections for bulk bytes alone, beside the streams of `Transport`."""
+    """Opens and accepts connections that carry only bulk bytes, beside the streams of `Transport`."""
 
     @property
     def offer(self) -> bytes:
-        """What others need to open and to accept connections of ours, for our Hello; empty: none are possible."""
+        """Bytes for our Hello, with which others open connections to us and accept ours; empty if none are possible."""
         ...
 
     def admit(self, peer_id: PeerId, offer: bytes) -> None:
-        """Accept connections of this peer, by the offer in its Hello, and no longer by an earlier one; empty: none.
+        """Accept connections of this peer that match the offer in its last Hello; with an empty offer, accept none.
 
-        Raises WireError if it is malformed.
+        Raises WireError if the offer is malformed.
         """
         ...
 
     async def open(self, peer_id: PeerId, offer: bytes, maddrs: Sequence[str]) -> Stream:
-        """Open a connection to a peer of these addresses. Raises PeerLostError."""
+        """Open a connection to a peer at one of these addresses. Raises PeerLostError."""
         ...
 
     async def accept(self) -> Stream:
@@ -110,14 +110,14 @@ class BulkTransport(Protocol):
 
 
 class Directory(Protocol):
-    """A shared table of signed, expiring records: the peers of a run (a DHT, or a dict in tests)."""
+    """A shared table of signed, expiring records (a DHT, or a dict in tests). Peers of a run find each other in it."""
 
     async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
         """Store our record under `key`, replacing our earlier one. Returns False if no node accepted it."""
         ...
 
     async def lookup(self, key: str) -> Mapping[PeerId, bytes]:
-        """All unexpired records under `key`, by the peer that signed them."""
+        """All records under `key` that have not expired, by the peer that signed them."""
         ...
 
 
@@ -136,7 +136,7 @@ class Compute(Protocol):
 
 
 class Inline:
-    """The `Compute` of peers in virtual time: work is done at once, in the task that asks for it."""
+    """The `Compute` of peers in virtual time: runs work at once, in the calling task."""
 
     threads = 1
 

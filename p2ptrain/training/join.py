@@ -35,9 +35,9 @@ from p2ptrain.training.data.source import Source, open_source
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.device import device_of
 from p2ptrain.training.fsdp import check_fsdp
-from p2ptrain.training.job import Job, build_model, build_trainer, place_model
+from p2ptrain.training.job import Job, build_model, build_trainer
 from p2ptrain.training.known_peers import open_session, write_known_peers
-from p2ptrain.training.loop import TrainingEnd
+from p2ptrain.training.loop import TrainingEnd, take_part
 from p2ptrain.training.memory import check_tokens
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
 from p2ptrain.training.output_dir import claim_out
@@ -45,7 +45,6 @@ from p2ptrain.training.pretrained import check_weights, load_weights, read_weigh
 from p2ptrain.training.progress import TrainingProgress
 from p2ptrain.training.ranks import join_ranks, open_ranks
 from p2ptrain.training.run_tokenizer import given_tokenizer
-from p2ptrain.training.take_part import take_part
 
 if TYPE_CHECKING:
     from p2ptrain.peer.peer import Peer
@@ -161,7 +160,6 @@ def join_run(
         model = build_model(job)
         if config.init_from:
             say(_init_weights(model, job, is_live=chosen.is_live, knows_others=session.knows_others))
-        place_model(job, model, ranks)
         # Before joining: this takes a second or more, and a member would delay rounds in that time.
         trainer, partition, share = build_trainer(job, model, ranks, say)
         member, peer = join_ranks(

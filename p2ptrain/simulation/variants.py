@@ -24,6 +24,7 @@ from p2ptrain.signals import SIGNALS, interrupts_call
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.swarm import simulate
+from p2ptrain.training.data.prepare import end_with_parent
 
 POLL_S = 0.1
 
@@ -118,15 +119,7 @@ def _tell_progress(
 def _prepare(channel: Any) -> None:
     global _progress
     _progress = channel
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 def _simulate_one(number: int, experiment: Experiment) -> Records:

@@ -11,13 +11,4 @@ from p2ptrain.training.data.source import load_corpus
 from p2ptrain.training.data.tokenizer import Characters, Tokenizer
 from p2ptrain.training.data.windows import RandomWindows, fixed_windows
 
-__all__ = [
-    "Characters",
-    "Corpus",
-    "Partition",
-    "RandomWindows",
-    "Tokenizer",
-    "Tokens",
-    "fixed_windows",
-    "load_corpus",
-]
+__all__ = ["Characters", "Corpus", "Partition", "RandomWindows", "Tokenizer", "Tokens", "fixed_windows", "load_corpus"]

@@ -1,7 +1,7 @@
 """Documents of text files, .jsonl, .parquet and Hugging Face datasets, cut into units that processes read one by one.
 
-A unit is a file or a part of one, of UNIT_BYTES at most where the format allows it. Files that are compressed, and
-shards of a dataset, are one unit each. Nothing is loaded whole.
+A unit is a file or a part of one, of at most UNIT_BYTES where the format allows it. A compressed file is one unit, and
+so is a shard of a dataset. Nothing is loaded whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXT_BYTES = 64 * 2**10
 LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst")
 DATASET = "hub:"
-# Which of these a dataset has that was saved with save_to_disk.
+# A directory that datasets' save_to_disk wrote has one of these files.
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
 ZSTD_READ_BYTES = 2**17
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
@@ -108,9 +108,8 @@ def _files(path: Path) -> list[Path]:
         found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     for file in found:
         if file.is_symlink() and not file.exists():
-            raise ConfigError(
-                f"{file}: is a link to a missing file ({os.readlink(file)}); restore it, or remove the link"
-            )
+            target = os.readlink(file)
+            raise ConfigError(f"{file}: is a link to a missing file ({target}); restore it, or remove the link")
     return [file for file in found if file.is_file() and file.stat().st_size]
 
 

@@ -13,12 +13,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -47,7 +47,7 @@ TRAINED_ON_CHARACTERS = 64 * 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """What is prepared. An interrupted preparation is continued only by an equal job."""
+    """The data to prepare, and how. Only an equal job continues an interrupted preparation."""
 
     sources: tuple[str, ...]
     units: tuple[Unit, ...]
@@ -64,7 +64,7 @@ class Job:
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What a unit became. `empty`: documents without text, and where the first one is."""
+    """The shards made from a unit. `empty`: documents without text, and where the first one is."""
 
     shards: list[Shard]
     empty: int = 0
@@ -117,9 +117,7 @@ def prepare(
     """
     with _locked(out):
         if (out / META_FILE).exists():
-            raise ConfigError(
-                f"--out {out}: holds prepared data already ({META_FILE}); give another --out, or remove it"
-            )
+            raise ConfigError(f"--out {out}: holds prepared data already ({META_FILE}); give another, or remove it")
         units = tuple(find_units(sources, split))
         for name in (*sources, *(unit.path for unit in units), field, split):
             _check_text(name)
@@ -132,30 +130,25 @@ def prepare(
         done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
         if done:
             say(f"continuing: {len(done)} of {len(units)} parts are done")
+        bytes_total = sum(unit.size_bytes for unit in units)
         try:
             for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
                 done[number] = found
-                finished = [done[number] for number in done]
-                on_progress(
-                    Progress(
-                        len(done),
-                        len(units),
-                        sum(units[n].size_bytes for n in done),
-                        sum(unit.size_bytes for unit in units),
-                        sum(shard.tokens for found in finished for shard in found.shards),
-                    )
-                )
+                bytes_done = sum(units[n].size_bytes for n in done)
+                tokens = sum(shard.tokens for finished in done.values() for shard in finished.shards)
+                on_progress(Progress(len(done), len(units), bytes_done, bytes_total, tokens))
         except ConfigError:
             _withdraw(notes, out, len(units))
             raise
         in_order = [done[number] for number in range(len(units))]
+        dtype: Any = token_dtype(chosen.vocab_size).__name__
         meta = Meta(
             version=1,
             tokenizer=chosen.identity,
             name=tokenizer,
             vocab_size=chosen.vocab_size,
             separator=chosen.separator,
-            dtype=_dtype(chosen),
+            dtype=dtype,
             sources=list(sources),
             shards=[shard for found in in_order for shard in found.shards],
         )
@@ -168,7 +161,7 @@ def prepare(
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Hold the directory, made if it is not there; errors of its files become ConfigErrors."""
+    """Create the directory if it is missing, and lock it within the block. Errors of its files become ConfigErrors."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK_FILE, blocking=False):
@@ -213,7 +206,7 @@ def _sample(units: tuple[Unit, ...], field: str, split: str) -> Iterator[str]:
 
 
 def _claim(notes: Path, job: Job, out: Path) -> None:
-    """Note what is prepared here. Raises ConfigError if another preparation was begun here."""
+    """Write down which job prepares this directory. Raises ConfigError if another one was begun here."""
     path = notes / JOB_FILE
     if path.exists():
         try:
@@ -245,26 +238,17 @@ def _withdraw(notes: Path, out: Path, units: int) -> None:
 
 def _run(job: Job, out: Path, numbers: list[int], jobs: int) -> Iterator[tuple[int, Done]]:
     """Prepare units in `jobs` processes; yields each as it is done. Raises the first error."""
-    if jobs == 1 or len(numbers) == 1:
+    if jobs == 1 or len(numbers) <= 1:
         for number in numbers:
             yield number, prepare_unit(job, out, number)
         return
     # Not forked: threads of the tokenizers library do not survive it.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, max(1, len(numbers))), context, _end_with_parent) as pool:
-        running: dict[Future[Done], int] = {}
-        waiting = iter(numbers)
+    with ProcessPoolExecutor(min(jobs, len(numbers)), context, end_with_parent) as pool:
         try:
-            while True:
-                for number in waiting:
-                    running[pool.submit(prepare_unit, job, out, number)] = number
-                    if len(running) >= 2 * jobs:
-                        break
-                if not running:
-                    return
-                finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    yield running.pop(future), future.result()
+            number_of = {pool.submit(prepare_unit, job, out, number): number for number in numbers}
+            for future in as_completed(number_of):
+                yield number_of[future], future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -349,14 +333,14 @@ def _is_held_out(text: str, share: float) -> bool:
 
 
 def _note(notes: Path, number: int) -> Done | None:
-    """What a finished unit became; None if it is not done."""
+    """Read the note of a finished unit; None if it is not done."""
     try:
         return msgspec.json.decode((notes / f"{number:06d}.json").read_bytes(), type=Done)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In a worker process: end it when its parent is killed, so that it does not write beside the next attempt."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -375,9 +359,3 @@ def _check_text(name: str) -> None:
     except UnicodeEncodeError as error:
         shown = name.encode(errors="backslashreplace").decode()
         raise ConfigError(f"{shown}: is not UTF-8, as {META_FILE} needs it; give another name") from error
-
-
-def _dtype(tokenizer: Tokenizer) -> Literal["uint8", "uint16", "uint32"]:
-    name = token_dtype(tokenizer.vocab_size).__name__
-    assert name in ("uint8", "uint16", "uint32")
-    return name  # type: ignore[return-value]

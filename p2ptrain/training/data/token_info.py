@@ -75,9 +75,7 @@ def describe(directory: Path, *, check: bool, tokenizer_name: str | None = None)
     """
     folder = open_tokens(str(directory))
     if folder is None:
-        raise ConfigError(
-            f"{directory}: holds no token files; give a directory of p2ptrain data prepare, or of .bin files"
-        )
+        raise ConfigError(f"{directory}: holds no token files; give a directory of data prepare, or of .bin files")
     tokenizer = folder.tokenizer() if tokenizer_name is None else _named(tokenizer_name)
     vocab_size = folder.vocab_size if tokenizer is None else tokenizer.vocab_size
     if tokenizer is not None:

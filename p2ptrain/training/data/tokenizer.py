@@ -101,9 +101,7 @@ class Ids:
         self.vocab_size = vocab_size
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        raise ConfigError(
-            "--tokenizer ids: makes no tokens of text; give token files as --data, or the tokenizer that made them"
-        )
+        raise ConfigError("--tokenizer ids: makes no tokens of text; give token files as --data, or another tokenizer")
 
     def decode(self, tokens: Iterable[int]) -> str:
         return "".join(f" {token}" for token in tokens)

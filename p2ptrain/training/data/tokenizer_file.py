@@ -51,9 +51,8 @@ class TokenizerFile:
     def __init__(self, file: bytes, origin: str) -> None:
         """`origin` names the file in errors. Raises ConfigError if it is none that can be used."""
         if len(file) > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{origin}: has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners; give a smaller one"
-            )
+            too_many = f"has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners"
+            raise ConfigError(f"{origin}: {too_many}; give a smaller one")
         with _said(f"{origin}: is not a tokenizer.json", "give one that Hugging Face's tokenizers wrote"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
         # A text that mentions a special token does not become one, as in nanoGPT.
@@ -114,7 +113,7 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     if name.startswith(HUB):
         return TokenizerFile(_from_hub(name.removeprefix(HUB)), f"--tokenizer {name}")
     path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         with open_file(path) as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
@@ -212,7 +211,7 @@ def _from_hub(name: str) -> bytes:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = huggingface_hub.hf_hub_download(name, "tokenizer.json", local_files_only=not is_hub_there())
+        found = huggingface_hub.hf_hub_download(name, TOKENIZER_FILE, local_files_only=not is_hub_there())
         return Path(found).read_bytes()
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]

@@ -20,13 +20,7 @@ class RandomWindows:
     """An endless stream of batches. Batch n is a function of (seed, n), so the state is the seed and the position."""
 
     def __init__(
-        self,
-        tokens: Tokens,
-        *,
-        context: int,
-        batch_size: int,
-        seed: int,
-        spans: NDArray[np.int64] | None = None,
+        self, tokens: Tokens, *, context: int, batch_size: int, seed: int, spans: NDArray[np.int64] | None = None
     ) -> None:
         """
         Args:
@@ -94,6 +88,5 @@ def _batch(tokens: Tokens, starts: NDArray[np.int64], context: int) -> tuple[tor
 
 def _check_length(tokens: Tokens, context: int, purpose: str) -> None:
     if len(tokens) <= context:
-        raise ConfigError(
-            f"--data: {len(tokens)} tokens to {purpose} are fewer than one window of {context + 1}; give more text"
-        )
+        too_few = f"{len(tokens)} tokens to {purpose} are fewer than one window of {context + 1}"
+        raise ConfigError(f"--data: {too_few}; give more text")

@@ -1,4 +1,4 @@
-"""What a peer says once it has joined: the run, its addresses, and the commands with which others join."""
+"""The lines that a peer prints once it has joined: the run, its addresses, and the commands with which others join."""
 
 from __future__ import annotations
 

@@ -190,14 +190,8 @@ def _write(folder: Path, checkpoint: Checkpoint, serial: int) -> None:
         save_file(tensors, file)
         _sync(file)
         files[file.name] = {"sha256": _file_digest(file), "size_bytes": file.stat().st_size}
-    content = {
-        "format": FORMAT,
-        "serial": serial,
-        "step": checkpoint.step,
-        "info": dict(checkpoint.info),
-        "files": files,
-        "state": plain,
-    }
+    content = {"format": FORMAT, "serial": serial, "step": checkpoint.step, "info": dict(checkpoint.info)}
+    content |= {"files": files, "state": plain}
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"sha256": _digest(content), "content": content}, indent=1), encoding="utf-8")
     _sync(manifest)

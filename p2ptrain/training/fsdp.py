@@ -42,8 +42,8 @@ def shard(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
         ranks.copy(tensor)
     mesh = DeviceMesh.from_group(dist.new_group(timeout=STEP_TIMEOUT), device.type)
     names = {module: name for name, module in model.named_modules()}
-    # Blocks first, as fully_shard wants it. What is left also drops its whole parameters after a forward pass; by
-    # default FSDP2 would keep them.
+    # Blocks first, as fully_shard requires. The rest of the model also drops its whole parameters after a forward pass;
+    # by default FSDP2 would keep them.
     for module in dict.fromkeys([*_blocks(model), model]):
         try:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -54,9 +54,9 @@ def shard(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
 
 
 def _blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
-    """What is gathered by itself: the modules in the outermost lists of a model, and in lists and dicts within these.
+    """The modules that FSDP2 gathers one by one: those in the outermost lists of a model, or in lists within these.
 
-    FSDP2 gathers a module when it is called, so that one without a `forward` is none.
+    FSDP2 gathers a module when it is called, so a module without a `forward`, such as a list, cannot be one of them.
     """
     in_list = in_list or isinstance(module, nn.ModuleList)
     for child in module.children():
@@ -72,7 +72,7 @@ def is_fsdp(model: nn.Module) -> bool:
 
 
 def whole(state: Any, ranks: Ranks) -> Any:
-    """All ranks: a state with whole tensors, in host memory, where it has sharded ones; they are empty but on rank 0.
+    """All ranks: replace each sharded tensor of a state by the whole one, in host memory; on other ranks than 0 empty.
 
     Only one tensor at a time is whole on a device.
     """
@@ -91,15 +91,14 @@ def whole(state: Any, ranks: Ranks) -> Any:
 def own_part(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The part of an optimizer's state with whole tensors that this rank holds, for its `load_state_dict`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {
-        number: {name: _like(parameters[number], value) for name, value in values.items()}
-        for number, values in state["state"].items()
-    }
+    own = {}
+    for number, values in state["state"].items():
+        own[number] = {name: _like(parameters[number], value) for name, value in values.items()}
     return {**state, "state": own}
 
 
 def own_values(parameter: nn.Parameter, inside: Any, ranks: Ranks) -> list[float]:
-    """The values at some places of a flattened parameter that this rank holds, and zeros for those of other ranks."""
+    """The values of a flattened parameter at the places `inside`, with zeros for those that other ranks hold."""
     rows = parameter.shape[0]
     start, stop = (row * (parameter.numel() // rows) for row in row_range(rows, ranks.rank, ranks.size))
     local = local_of(parameter).reshape(-1)
@@ -116,6 +115,5 @@ def _like(parameter: nn.Parameter, value: Any) -> Any:
     mesh = sharded.device_mesh
     start, stop = row_range(len(value), mesh.get_local_rank(), mesh.size())
     local = value[start:stop].to(parameter.device, copy=True).contiguous()
-    return DTensor.from_local(
-        local, mesh, sharded.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, sharded.placements, run_check=False, shape=shape, stride=stride)

@@ -43,17 +43,17 @@ from p2ptrain.training.trainer import Execution, Trainer, TrainingData
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer trains.
+    """What one process trains, and with which settings.
 
     Attributes:
         run: the run's settings.
-        config: this machine's.
-        peer_id: the peer's, which seeds its data.
+        config: this machine's settings.
+        peer_id: seeds the peer's data.
         source: the text.
-        tokenizer: the run's.
+        tokenizer: the run's tokenizer.
         out: the peer's directory, which has the tokenizer's file.
         saved: the checkpoint to continue from; None to start from the initial weights.
-        device: this rank's.
+        device: the device of this rank.
     """
 
     run: RunConfig
@@ -175,7 +175,7 @@ def _seed(job: Job, rank: int) -> int:
 
 
 def _partition(job: Job, corpus: Corpus, model: nn.Module, say: Callable[[str], None]) -> tuple[Partition | None, int]:
-    """The run's partition of the text and this peer's share; (None, 0) without shares. `model` is only read."""
+    """The run's partition of the text, and this peer's share; (None, 0) without shares."""
     run, given = job.run, job.config.shard
     if run.num_shards == 0 and given is None:
         return None, 0
@@ -205,7 +205,7 @@ def follow(launch: Launch) -> None:
             signal.signal(number, signal.SIG_DFL)
     with ExitStack() as stack:
         ranks = stack.enter_context(open_ranks(launch))
-        with ranks.lost_ranks_said(first_speaks=True):
+        with ranks.lost_ranks_reported(first_speaks=True):
             job = be_told(ranks, launch)
             if job is None:
                 return
@@ -215,7 +215,7 @@ def follow(launch: Launch) -> None:
             trainer, _, _ = build_trainer(job, model, ranks, _rank_0_says_it)
             job = dataclasses.replace(job, saved=None)  # free it
             member, _ = join_ranks(model, ranks)
-            stack.enter_context(ranks.lost_ranks_said())  # also while the member leaves
+            stack.enter_context(ranks.lost_ranks_reported())  # also while the member leaves
             stack.push(member)
         take_part(job, trainer, ranks, member, say=_rank_0_says_it, on_progress=lambda progress: None)
 

@@ -106,7 +106,7 @@ def record_evaluation(
 
 @dataclass(frozen=True)
 class TrainingEnd:
-    """How training ended: why, and the loss on held-out text of the weights that the run's last round left, in nats.
+    """Why training ended, and the held-out loss after the run's last round, in nats.
 
     `eval_loss` is None if the last round did not land, or the evaluation was interrupted.
     """
@@ -226,9 +226,8 @@ def _steps_to_the_end(
             if peer.run_step < peer.run.total_steps:  # a round has set this peer back, so it trains on
                 break
             if now() >= deadline_s:
-                logger.warning(
-                    "the run's last round did not end within %.0f s; leaving without it", LAST_ROUND_TIMEOUT_S
-                )
+                waited_s = LAST_ROUND_TIMEOUT_S
+                logger.warning("the run's last round did not end within %.0f s; leaving without it", waited_s)
                 return
             peer.wait_finished(POLL_S)
 
@@ -278,7 +277,7 @@ def take_part(
         say: prints one line; called on rank 0.
         on_progress: called every few seconds on rank 0.
     """
-    with stop_on_signals() as received, ranks.lost_ranks_said():
+    with stop_on_signals() as received, ranks.lost_ranks_reported():
         stop, now = ranks.agreed(received)
         config, tokenizer = job.config, job.tokenizer
 
@@ -308,7 +307,7 @@ def take_part(
 
 
 def _size_line(trainer: Trainer) -> str:
-    """What is trained: with a large model, minutes pass before the next line."""
+    """The model's size and a step's. With a large model, minutes pass before the next line."""
     number = sum(parameter.numel() for parameter in trainer.model.parameters())
     size = f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number:,}"
     windows = count(trainer.step_windows, "window")

@@ -18,10 +18,9 @@ from p2ptrain.training.ranks import STEP_TIMEOUT, Ranks
 
 
 def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """What to call instead of `model` in training. All ranks: the weights become those of rank 0, unless they are
-    sharded.
+    """All ranks: return the module to call instead of `model` in training; it has the same parameters.
 
-    Everything else (optimizer, checkpoints, exchange, evaluation) goes on to use `model`, whose parameters are shared.
+    Weights that are not sharded become those of rank 0. Optimizer, checkpoints, exchange and evaluation use `model`.
     """
     if ranks.size == 1 or is_fsdp(model):
         return model
@@ -37,7 +36,7 @@ def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
 
 
 def without_averaging(wrapped: nn.Module) -> AbstractContextManager[object]:
-    """Within it, the gradients of a backward pass are added up and not yet averaged over the ranks."""
+    """Within this context, backward passes add up gradients without averaging them over the ranks."""
     return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
 

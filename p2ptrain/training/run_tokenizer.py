@@ -1,4 +1,4 @@
-"""The tokenizer of a run: chosen by who starts it, and got from the other peers by who joins without it."""
+"""The tokenizer of a run: the peer that starts the run chooses it, and a joiner without it asks the other peers."""
 
 from __future__ import annotations
 
@@ -98,6 +98,5 @@ def _save(path: Path, file: bytes) -> None:
     try:
         write_whole(path, file)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; free space there, or give another --out"
-        ) from error
+        fix = "free space there, or give another --out"
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; {fix}") from error

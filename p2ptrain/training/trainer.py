@@ -34,8 +34,8 @@ EVAL_TOKENS = 4096
 EVAL_BATCH = 16
 # Enough coordinates for a correlation to within a percent or two; 5 kB per line of the metrics file.
 SAMPLED_WEIGHTS = 512
-# Of several ranks, steps in which the micro-batch may be halved. Memory that suffices for the second one, which has the
-# optimizer's state, does for all.
+# Several ranks may halve the micro-batch only in their first steps. Memory that suffices for the second one, when the
+# optimizer has its state, suffices for all.
 PROBED_STEPS = 2
 # Guess: after so many steps in a row without a finite gradient, training does not recover.
 MAX_LOST_STEPS = 50
@@ -53,12 +53,12 @@ def never() -> bool:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a trainer trains and evaluates on.
+    """The text that a trainer trains and evaluates on.
 
     Attributes:
         corpus: the text.
         spans: int64 (spans, 2), ranges of the training text to draw windows from (`Partition.spans`); None for all.
-        tokenizer: of the text, to count the bytes of what is evaluated.
+        tokenizer: tokenizer of the text, to count the bytes of the evaluated text.
         eval_tokens: tokens to evaluate on, rounded to windows; all held-out text if that is less.
     """
 
@@ -70,7 +70,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Execution:
-    """How this machine computes steps.
+    """Settings of this machine for computing steps.
 
     Attributes:
         micro_batch: windows per forward and backward pass; gradients of a step are accumulated. None: all of a step at
@@ -95,6 +95,7 @@ class Trainer:
     Attributes:
         context: tokens of a window.
         step_windows: windows of a step of all ranks; eval_windows: those that are evaluated on.
+        micro_batch: windows that this rank computes at once.
         bytes_per_token: bytes of UTF-8 in a token of what is evaluated; None if that is not known.
         utilisation: share of the GPU's peak that one token a second takes (`mfu`); None if that is not known.
     """
@@ -138,7 +139,7 @@ class Trainer:
         self._forward = cast(nn.Module, torch.compile(self._parallel)) if execution.compiled else self._parallel
         self._precision = execution.precision
         self._halves = execution.micro_batch is None
-        self._micro_batch = min(batch_size, execution.micro_batch or execution.most_at_once or batch_size)
+        self.micro_batch = min(batch_size, execution.micro_batch or execution.most_at_once or batch_size)
         self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 and not self._is_sharded else 0
         eval_count = max(1, round(data.eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
@@ -146,7 +147,7 @@ class Trainer:
         # Sharded ranks cannot halve it: it is no more than the user lets them train on at once.
         self._eval_batch = min(EVAL_BATCH, execution.most_at_once or EVAL_BATCH)
         if self._is_sharded:
-            self._eval_batch = min(self._eval_batch, self._micro_batch)
+            self._eval_batch = min(self._eval_batch, self.micro_batch)
         self.bytes_per_token = _bytes_per_token(data.tokenizer, self._eval_windows[1])
         self.utilisation = utilisation_of(model, self._device)
         self.optimizer = InnerOptimizer(model, run)
@@ -185,11 +186,6 @@ class Trainer:
             self._count_lost_step(run_step)
         self.optimizer.zero_grad()
         return loss, inputs.numel()
-
-    @property
-    def micro_batch(self) -> int:
-        """Windows that this rank computes at once."""
-        return self._micro_batch
 
     @torch.no_grad()
     def evaluate(self, stop: Callable[[], bool] = never) -> float:
@@ -250,7 +246,7 @@ class Trainer:
             **whole(self.optimizer.state_dict(), self.ranks),
             "windows": self._windows.state_dict(),
             **random_state,
-            "micro_batch": self._micro_batch,
+            "micro_batch": self.micro_batch,
             "other_ranks": others,
             "data": self._data_digest,
         }
@@ -274,7 +270,7 @@ class Trainer:
         if rank < len(ranks):
             self._load_random_state(ranks[rank])
         if self._halves:  # it fits, and sums in another order would be other sums
-            self._micro_batch = min(self._micro_batch, state.get("micro_batch", self._micro_batch))
+            self.micro_batch = min(self.micro_batch, state.get("micro_batch", self.micro_batch))
 
     def _random_state(self) -> dict[str, torch.Tensor]:
         """The random states that dropout draws from. Batches depend on the stream's seed and position alone."""
@@ -303,25 +299,24 @@ class Trainer:
         probing, fits, loss = self._probes_left > 0, False, 0.0
         while not fits:
             try:
-                # What ranks ask each other must not depend on which of them have memory.
+                # All ranks must make the same collective calls, whichever of them run out of memory.
                 loss = self._backward(inputs, targets, never if probing else stop)
                 fits = True
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
-                if not self._halves or self._micro_batch == 1 or (self.ranks.size > 1 and not probing):
-                    fix = "train a smaller model" if self._micro_batch == 1 else "give --micro-batch auto, or fewer"
-                    if self._micro_batch > 1 and (self._halves or self._is_sharded):
+                if not self._halves or self.micro_batch == 1 or (self.ranks.size > 1 and not probing):
+                    fix = "train a smaller model" if self.micro_batch == 1 else "give --micro-batch auto, or fewer"
+                    if self.micro_batch > 1 and (self._halves or self._is_sharded):
                         when = "with --fsdp" if self._is_sharded else "after the first steps of several processes"
                         fix = f"give a smaller --micro-batch; auto cannot halve it {when}"
-                    raise ConfigError(
-                        f"--micro-batch {self._micro_batch}: {self._device} is out of memory; {fix}"
-                    ) from error
+                    short = f"{self._device} is out of memory"
+                    raise ConfigError(f"--micro-batch {self.micro_batch}: {short}; {fix}") from error
             if probing:
                 fits = not self.ranks.any(not fits)
             if not fits:
                 self.optimizer.zero_grad()
-                self._micro_batch = self._halved(self._micro_batch, "(--micro-batch)")
+                self.micro_batch = self._halved(self.micro_batch, "(--micro-batch)")
         if probing:
             average_gradients(self.model.parameters(), self._parallel)
             self._probes_left -= 1
@@ -344,7 +339,7 @@ class Trainer:
     def _backward(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
         """One try at it. A method of its own: after an error its variables, and so the graph, are gone."""
         total = torch.zeros((), device=self._device)
-        parts = list(zip(*(torch.split(part, self._micro_batch) for part in (inputs, targets)), strict=True))
+        parts = list(zip(*(torch.split(part, self.micro_batch) for part in (inputs, targets)), strict=True))
         for number, (some_inputs, some_targets) in enumerate(parts, 1):
             if number > 1 and stop():
                 raise Stopped

@@ -133,7 +133,7 @@ def parameters_may_be_unused(ranks: Ranks) -> None:
             ranks=ranks,
             execution=Execution(micro_batch=None if probes else 2),
         )
-        trainer._micro_batch = 2
+        trainer.micro_batch = 2
         for step in range(STEPS):
             trainer.step(step)
         torch.testing.assert_close(flat(ours), flat(alone), rtol=1e-3, atol=1e-4)

@@ -30,7 +30,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `meta.json` holds.
+    """The content of a `meta.json`.
 
     Attributes:
         tokenizer: identity of the tokenizer, as in `RunConfig.tokenizer`.
@@ -62,7 +62,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 def _contradiction(meta: Meta) -> str | None:
-    """What cannot be true of any files."""
+    """A contradiction in the file, in words; None if there is none."""
     if meta.separator is not None and not 0 <= meta.separator < meta.vocab_size:
         return f"separator {meta.separator} is none of the {meta.vocab_size:,} ids"
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""What is in a directory of token files, for `p2ptrain data info`."""
+"""Describes a directory of token files, for `p2ptrain data info`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN_TOKENS = 64
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """What a directory holds.
+    """A summary of a directory of token files.
 
     Attributes:
         tokenizer: identity of the tokenizer, or "ids" if it is not known; `name`: what the user called it.

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 
 class KeyValueCache:
-    """What the layers of one model keep of one batch of texts."""
+    """The keys and values of one batch of texts, in each layer of a model."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []

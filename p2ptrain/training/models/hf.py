@@ -61,9 +61,9 @@ def count_parameters(name: str, vocab_size: int) -> int:
 def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     """Build the model with at least `vocab_size` ids, on the CPU, in fp32. Raises ConfigError.
 
-    `context`: its longest sequence; 0 for as many positions as its configuration has, up to MOST_CONTEXT.
+    Its weights are new, or with `:pretrained` those of the hub or of a directory. Blocks while they are downloaded.
 
-    From its configuration with new weights, or with those of the hub or of a directory. Blocks for their download.
+    `context`: its longest sequence; 0 for as many positions as its configuration has, up to MOST_CONTEXT.
     """
     transformers, is_local = _transformers(), _is_local(name)
     config = _config(transformers, name, is_local)
@@ -127,9 +127,8 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError(
-            f"--model {PREFIX}…: needs transformers; install with: pip install 'p2ptrain[transformers]'"
-        ) from None
+        fix = "install with: pip install 'p2ptrain[transformers]'"
+        raise ConfigError(f"--model {PREFIX}…: needs transformers; {fix}") from None
     return transformers
 
 

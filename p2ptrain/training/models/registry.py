@@ -66,7 +66,8 @@ def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Modu
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name in PRESETS:
-            return _of(_shape(name, vocab_size, context))
+            shape = _shape(name, vocab_size, context)
+            return GPT(shape) if isinstance(shape, GPTConfig) else Llama(shape)
         if hf.is_of_transformers(name):
             return hf.build(name, vocab_size, context)
         if context:
@@ -91,10 +92,8 @@ def check_name(name: str) -> None:
         check_parameters(name, count_parameters(name, vocab_size=0), free_memory_bytes())
         return
     if ":" not in name:
-        hint = did_you_mean(name, PRESETS)
-        raise ConfigError(
-            f"--model {name}: unknown model; {hint} (your own is package.module:factory, one of transformers hf:NAME)"
-        )
+        others = "your own is package.module:factory, one of transformers hf:NAME"
+        raise ConfigError(f"--model {name}: unknown model; {did_you_mean(name, PRESETS)} ({others})")
     _find_factory(name)
 
 
@@ -123,10 +122,6 @@ def eval_tokens(name: str, context: int) -> int:
     return EVAL_STEPS * batch_windows(name, context, None) * context
 
 
-def _of(config: GPTConfig | LlamaConfig) -> nn.Module:
-    return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
-
-
 def _shape(name: str, vocab_size: int, context: int) -> GPTConfig | LlamaConfig:
     preset = PRESETS[name]
     return replace(preset, vocab_size=vocab_size, context=context or preset.context)
@@ -142,7 +137,7 @@ def context_length(model: nn.Module) -> int:
 
 def _find_factory(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
-    # As `python -m` does: modules of the current directory can be imported.
+    # Modules of the current directory can be imported, as with `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -155,9 +150,8 @@ def _find_factory(name: str) -> Callable[..., Any]:
     factory: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"--model {name}: {module_name} has no function {attribute!r}; {did_you_mean(attribute, known)}"
-        )
+        hint = did_you_mean(attribute, known)
+        raise ConfigError(f"--model {name}: {module_name} has no function {attribute!r}; {hint}")
     return factory
 
 

@@ -1,4 +1,4 @@
-"""The processes of the demo: start them, kill a peer, add one, wait. All end with the demo, however it ends."""
+"""The processes of the demo: starts them, kills a peer, adds one, waits. All end with the demo, however it ends."""
 
 from __future__ import annotations
 
@@ -52,12 +52,10 @@ class Process:
         # Without P2PTRAIN_ variables, so that the user's settings do not change the demo.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         env = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        none, joined = subprocess.DEVNULL, subprocess.STDOUT
-        with log.open("wb") as output:
+        with log.open("wb") as out:
             # A separate session: Ctrl-C in the terminal reaches only us, and we stop the processes.
-            self._popen = subprocess.Popen(
-                command, stdin=none, stdout=output, stderr=joined, env=env, start_new_session=True
-            )
+            none = subprocess.DEVNULL
+            self._popen = subprocess.Popen(command, stdin=none, stdout=out, stderr=out, env=env, start_new_session=True)
         self.pid = self._popen.pid
 
     @property

@@ -1,4 +1,4 @@
-"""Plan the demo: how fast its peers are here, how long the run takes, when a peer is killed and another one joins."""
+"""Plans the demo: measures a step, and chooses the run's length, when a peer is killed and when another one joins."""
 
 from __future__ import annotations
 
@@ -67,19 +67,20 @@ class DemoPlan:
     @property
     def run_flags(self) -> list[str]:
         """The run's settings, as flags of `p2ptrain join`."""
-        settings = {
-            "run-id": RUN_ID,
-            "steps": self.steps,
-            "sync-every": self.sync_every,
-            # p = 2 %: keeps the correlation of the demo model's peers above 0.999 (measured).
-            "fragment-fraction": 0.02,
-            # A plain mean: with fewer than 20 rounds Nesterov's momentum overshoots (measured).
-            "outer-lr": 1,
-            "outer-momentum": 0,
-            "warmup-steps": min(50, self.steps // 8),
-            "run-seed": self.seed,
-        }
-        return as_flags(settings)
+        return as_flags(
+            {
+                "run-id": RUN_ID,
+                "steps": self.steps,
+                "sync-every": self.sync_every,
+                # p = 2 %: keeps the correlation of the demo model's peers above 0.999 (measured).
+                "fragment-fraction": 0.02,
+                # A plain mean: with fewer than 20 rounds Nesterov's momentum overshoots (measured).
+                "outer-lr": 1,
+                "outer-momentum": 0,
+                "warmup-steps": min(50, self.steps // 8),
+                "run-seed": self.seed,
+            }
+        )
 
     def peer_seed(self, number: int) -> int:
         """Seed of the text that a peer trains on."""
@@ -145,5 +146,4 @@ def _busy_processes(count: int) -> Iterator[None]:
     finally:
         for process in processes:
             process.kill()
-        for process in processes:
             process.wait()

@@ -34,7 +34,7 @@ from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.data.tokenizer import IDS, Ids
 from p2ptrain.training.loop import record_evaluation, training_steps
 from p2ptrain.training.models import build_of, context_length
-from p2ptrain.training.partitioning import make_partition, train_briefly
+from p2ptrain.training.partitioning import make_partition, one_thread, train_briefly
 from p2ptrain.training.trainer import Trainer, TrainingData
 
 logger = logging.getLogger(__name__)
@@ -64,16 +64,11 @@ def simulate(
     Raises:
         ConfigError: a setting is invalid, or the run does not end.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads do not pay off for the demo model, and change the order of sums
-    try:
-        with torch.random.fork_rng(devices=[]):
-            simulation = _Simulation(experiment, on_progress)
-            records = run_virtual(simulation.main, experiment.seed)
-            on_end([peer.trainer.model for peer in simulation.present.values()])
-            return records
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        simulation = _Simulation(experiment, on_progress)
+        records = run_virtual(simulation.main, experiment.seed)
+        on_end([peer.trainer.model for peer in simulation.present.values()])
+        return records
 
 
 class SimulatedPeer:

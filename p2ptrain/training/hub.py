@@ -1,6 +1,6 @@
-"""Whether the Hugging Face hub answers.
+"""The Hugging Face hub: whether it answers, and the errors of its libraries.
 
-Its libraries try six times before they say that it does not, which takes up to 36 s.
+The libraries try six times before they report that the hub does not answer, which takes up to 36 s.
 """
 
 from __future__ import annotations
@@ -18,3 +18,8 @@ def is_hub_there() -> bool:
     except Exception:  # of the HTTP library that this version uses
         return False
     return True
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, which may go on for pages; the name of its type if it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,7 +7,7 @@ AdamW's. Inside DiLoCo: MuLoCo, arXiv 2505.23725.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ from p2ptrain.training.models import GPT, Llama
 # DiLoCo, table 5.
 BETA1 = 0.9
 MUON_MOMENTUM = 0.95
-# Of a run that does not state muon_lr; the command line states it. From 4 to 8 times AdamW's rate were alike in short
-# runs (simulated, 156 thousand parameters).
+# For a run that does not state muon_lr; the command line states it. 4 to 8 times AdamW's rate were alike in short runs
+# (simulated, 156 thousand parameters).
 MUON_TIMES = 4.0
 # Cosine to 10 %: as in nanoGPT.
 FINAL_LR_SHARE = 0.1
-# Of a run with schedule wsd: its linear decay to zero (MiniCPM, arXiv 2404.06395, has 10 %; modded-nanogpt 40 %).
+# Share of a run with schedule wsd in which the rate decays to zero (MiniCPM, arXiv 2404.06395: 10 %; modded-nanogpt:
+# 40 %).
 DECAY_SHARE = 0.2
 
 
@@ -78,44 +79,33 @@ class InnerOptimizer:
         # One kernel for all tensors: otherwise, on a CPU, a third of the demo model's step is Python overhead.
         fused = trainable[0].device.type in ("cpu", "cuda")
         self.adamw = torch.optim.AdamW(groups, lr=run.lr, betas=(BETA1, run.beta2), fused=fused)
+        # By their names in a checkpoint, each with its peak learning rate.
+        self._all: dict[str, tuple[torch.optim.Optimizer, float]] = {"optimizer": (self.adamw, run.lr)}
         self.muon: torch.optim.Optimizer | None = None
-        self._peaks = {id(self.adamw): run.lr}
         if hidden:
-            peak = run.muon_lr or MUON_TIMES * run.lr
+            peak, decay = run.muon_lr or MUON_TIMES * run.lr, run.weight_decay
             self.muon = torch.optim.Muon(
-                hidden,
-                lr=peak,
-                momentum=MUON_MOMENTUM,
-                nesterov=True,
-                weight_decay=run.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
+                hidden, peak, decay, momentum=MUON_MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
             )
-            self._peaks[id(self.muon)] = peak
+            self._all["muon"] = self.muon, peak
 
     def step(self, share: float) -> None:
         """Take a step at this share of the peak learning rates."""
-        for optimizer in self._all():
+        for optimizer, peak in self._all.values():
             for group in optimizer.param_groups:
-                group["lr"] = share * self._peaks[id(optimizer)]
+                group["lr"] = share * peak
             optimizer.step()
 
     def zero_grad(self) -> None:
-        for optimizer in self._all():
+        for optimizer, _ in self._all.values():
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        states = {"optimizer": self.adamw.state_dict()}
-        return states if self.muon is None else {**states, "muon": self.muon.state_dict()}
+        return {name: optimizer.state_dict() for name, (optimizer, _) in self._all.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.adamw.load_state_dict(own_part(state["optimizer"], self.adamw))
-        if self.muon is not None:
-            self.muon.load_state_dict(own_part(state["muon"], self.muon))
-
-    def _all(self) -> Iterator[torch.optim.Optimizer]:
-        yield self.adamw
-        if self.muon is not None:
-            yield self.muon
+        for name, (optimizer, _) in self._all.items():
+            optimizer.load_state_dict(own_part(state[name], optimizer))
 
 
 def hidden_matrices(model: nn.Module, vocab_size: int) -> list[nn.Parameter]:

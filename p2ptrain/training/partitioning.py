@@ -1,4 +1,4 @@
-"""The shares of a run's text. Every peer computes them locally from the settings, the text and, for clusters, a model.
+"""Computes the shares of a run's text, on every peer alone: from the settings, the text and, for clusters, a model.
 
 Clusters are made from a model's last-layer features (DiLoCo, section 3.1). The paper uses a pretrained model. Here it
 is the run's own model, trained locally from its initial weights for a few hundred small steps. That is enough to tell
@@ -82,7 +82,7 @@ def make_partition(run: RunConfig, corpus: Corpus, *, context: int, device: torc
     check_enough_blocks(bounds, run.num_shards)
     model = build_of(run)
     small = sum(parameter.numel() for parameter in model.parameters()) <= CPU_PARAMETERS
-    with _one_thread() if small else nullcontext():
+    with one_thread() if small else nullcontext():
         model = model.to("cpu" if small else device)
         train_briefly(model, corpus, run, steps=STEPS)
         features = block_features(model, corpus.training, bounds)
@@ -154,7 +154,7 @@ def block_features(model: nn.Module, tokens: Tokens, bounds: NDArray[np.int64]) 
 
 
 @contextmanager
-def _one_thread() -> Generator[None, None, None]:
+def one_thread() -> Generator[None, None, None]:
     """Run torch on one CPU thread within the block: several threads would add numbers in another order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

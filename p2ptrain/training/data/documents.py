@@ -20,7 +20,7 @@ import zstandard
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.training.hub import is_hub_there
+from p2ptrain.training.hub import first_line, is_hub_there
 
 UNIT_BYTES = 64 * 2**20
 # Plain text has no documents: it is cut at line ends, so that some of it can be held out.
@@ -65,17 +65,14 @@ def find_units(sources: tuple[str, ...], split: str) -> list[Unit]:
     """All units of files, directories and datasets, in order. Raises ConfigError if a source has none."""
     units: list[Unit] = []
     for source in sources:
-        if source.startswith(DATASET):
+        path = Path(source).expanduser()
+        if source.startswith(DATASET) or any((path / name).is_file() for name in SAVED_DATASET):
             found = _dataset_units(source, split)
+        elif path.is_file() or path.is_dir():
+            found = [unit for file in _files(path) for unit in _units_of(file)]
         else:
-            path = Path(source).expanduser()
-            if not (path.is_file() or path.is_dir()):
-                what = "neither a file nor a directory" if path.exists() else "no such file or directory"
-                raise ConfigError(f"{source}: {what}; give files, directories or hub:NAME")
-            if any((path / name).is_file() for name in SAVED_DATASET):
-                found = _dataset_units(source, split)
-            else:
-                found = [unit for file in _files(path) for unit in _units_of(file)]
+            what = "neither a file nor a directory" if path.exists() else "no such file or directory"
+            raise ConfigError(f"{source}: {what}; give files, directories or hub:NAME")
         if not found:
             raise ConfigError(f"{source}: holds no text; give .txt, .jsonl, .parquet files, or a directory of them")
         units += found
@@ -280,9 +277,8 @@ def _dataset(source: str, split: str) -> Any:
         found = datasets.load_from_disk(str(Path(source).expanduser()))
         return (found[split] if isinstance(found, datasets.DatasetDict) else found).to_iterable_dataset()
     except Exception as error:  # the library and its loaders raise anything
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         check = "the name, --split and the connection" if source.startswith(DATASET) else "--split"
-        raise ConfigError(f"{source}, split {split}: cannot be loaded ({text}); check {check}") from error
+        raise ConfigError(f"{source}, split {split}: cannot be loaded ({first_line(error)}); check {check}") from error
 
 
 def _of_record(record: dict[str, Any], field: str, place: str) -> Document:

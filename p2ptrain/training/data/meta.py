@@ -13,7 +13,6 @@ from p2ptrain.settings.config import MAX_VOCAB_SIZE
 META_FILE = "meta.json"
 # While it is prepared, a directory has this folder in the place of META_FILE.
 UNFINISHED = ".progress"
-VERSION = 1
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

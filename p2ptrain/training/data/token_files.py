@@ -28,11 +28,11 @@ from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 # The header of llm.c's files: 256 int32, which begin with magic, version and number of tokens.
 HEADER_BYTES = 1024
 _HEADER = struct.Struct("<3i")
-# By the magic: version, dtype and number of ids of GPT-2's and of Llama 3's tokenizer (llm.c, dev/data/data_common.py).
+# Version, dtype and number of ids by magic, for GPT-2's and Llama 3's tokenizer (llm.c, dev/data/data_common.py).
 HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
     20240520: (1, np.uint16, GPT2_VOCAB_SIZE), 20240801: (7, np.uint32, 128_256),
 }  # fmt: skip
-# Of a .npy file.
+# The first bytes of a .npy file.
 NUMPY_MAGIC = b"\x93NUMPY"
 # How people name the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
@@ -51,8 +51,8 @@ MOST_HELD_OUT = 2**20
 class TokenFile:
     """A file of token ids, memory-mapped: (tokens,) uint8, uint16 or uint32, from `offset` bytes after its start on.
 
-    `vocab_size`: of the tokenizer that files of this kind are made with. `sha256`: of the whole file, as its meta.json
-    says it; "" without one.
+    `vocab_size` is that of the tokenizer with which files of this kind are made. `sha256` is the hash of the whole file
+    in its meta.json; "" without one.
     """
 
     path: Path
@@ -79,9 +79,10 @@ class TokenFile:
         digest.update(self.ids[:_STRETCH].tobytes() + self.ids[-_STRETCH:].tobytes())
         return digest.digest()
 
-    def place(self, position: int) -> str:
-        """Where a token is, for errors."""
-        return f"{self.path}, token {position:,} (byte {self.offset + position * self.ids.itemsize:,})"
+    def beyond(self, position: int, vocab_size: int) -> str:
+        """Describe an id that is beyond the vocabulary, and its place, for errors."""
+        place = f"token {position:,} (byte {self.offset + position * self.ids.itemsize:,})"
+        return f"{self.path}, {place}: id {self.ids[position]} is beyond the vocabulary of {vocab_size:,}"
 
 
 class TokenFiles:
@@ -120,19 +121,14 @@ class TokenFiles:
             count = len(file.ids)
             is_large = count > samples * SAMPLE_IDS
             for start in np.linspace(0, count - SAMPLE_IDS, samples, dtype=np.int64) if is_large else [0]:
-                stop = start + SAMPLE_IDS if is_large else count
-                if file.ids[start:stop].max(initial=0) >= self._vocab_size:
-                    self._checked(file, np.arange(start, stop))
+                self._checked(file, np.arange(start, start + SAMPLE_IDS if is_large else count))
 
     def _checked(self, file: TokenFile, positions: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
         """The ids at these positions of a file. Raises ConfigError if one is beyond the vocabulary."""
         found = file.ids[positions]
         if found.max() >= self._vocab_size:
-            worst = int(np.argmax(found))
-            raise ConfigError(
-                f"--data: {file.place(int(positions[worst]))}: id {found[worst]} is beyond the vocabulary of "
-                f"{self._vocab_size:,}; give the tokenizer that made these files as --tokenizer"
-            )
+            fault = file.beyond(int(positions[np.argmax(found)]), self._vocab_size)
+            raise ConfigError(f"--data: {fault}; give the tokenizer that made these files as --tokenizer")
         return found
 
 
@@ -244,13 +240,12 @@ def _folder(
     if not training:
         raise ConfigError(f"--data {source}: no tokens to train on; give a folder with train.bin, or *train*.bin")
     if not held_out:
-        number = max(range(len(training)), key=lambda n: len(training[n].ids))
-        largest = training[number]
+        largest = max(training, key=lambda file: len(file.ids))
         count = min(MOST_HELD_OUT, len(largest.ids) // HELD_OUT_ONE_IN)
         if not count:
             raise ConfigError(f"--data {source}: {len(largest.ids)} tokens are too few to hold some out; give more")
         cut = len(largest.ids) - count
-        training[number] = replace(largest, ids=largest.ids[:cut])
+        training = [replace(file, ids=file.ids[:cut]) if file is largest else file for file in training]
         offset = largest.offset + cut * largest.ids.itemsize
         held_out = [replace(largest, ids=largest.ids[cut:], offset=offset)]
     return TokenFolder(source, training, held_out, identity, vocab_size)

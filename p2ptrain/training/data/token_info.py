@@ -128,10 +128,7 @@ def _check_ids(file: TokenFile, vocab_size: int) -> None:
         part = file.ids[first : first + CHECKED_IDS]
         worst = int(part.argmax())
         if part[worst] >= vocab_size:
-            raise ConfigError(
-                f"{file.place(first + worst)}: id {part[worst]} is beyond the vocabulary of {vocab_size:,}; another "
-                f"tokenizer made these files"
-            )
+            raise ConfigError(f"{file.beyond(first + worst, vocab_size)}; another tokenizer made these files")
 
 
 def _sha256(path: Path) -> str:

@@ -32,7 +32,7 @@ from p2ptrain.training.data.tokenizer import (
     Tokenizer,
     token_dtype,
 )
-from p2ptrain.training.hub import is_hub_there
+from p2ptrain.training.hub import first_line, is_hub_there
 
 TOKENIZER_FILE = "tokenizer.json"
 # Joiners get the file from other peers. Tokenizers of 262,144 ids have files of up to 33 MB, of 50,257 ids 1.4 to 3.6.
@@ -216,9 +216,8 @@ def _from_hub(name: str) -> bytes:
         found = huggingface_hub.hf_hub_download(name, TOKENIZER_FILE, local_files_only=not is_hub_there())
         return Path(found).read_bytes()
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
         is_offline = isinstance(error, LocalEntryNotFoundError)
-        reason = "the hub cannot be reached, and it is not in the cache" if is_offline else lines[0]
+        reason = "the hub cannot be reached, and it is not in the cache" if is_offline else first_line(error)
         raise ConfigError(
             f"--tokenizer {HUB}{name}: no tokenizer.json found ({reason}); check the name and the connection, or give "
             f"the file"

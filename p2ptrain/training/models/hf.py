@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.hub import is_hub_there
+from p2ptrain.training.hub import first_line, is_hub_there
 
 PREFIX, PRETRAINED = "hf:", ":pretrained"
 # Longer windows than this need memory that few have; a model trains on shorter ones as well.
@@ -101,7 +101,7 @@ def _from_config(transformers: Any, config: Any, name: str, vocab_size: int) -> 
 
 
 def _unbuildable(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"--model {name}: cannot be built ({_first_line(error)}); check its files")
+    return ConfigError(f"--model {name}: cannot be built ({first_line(error)}); check its files")
 
 
 def _config(transformers: Any, name: str, is_local: bool) -> Any:
@@ -109,7 +109,7 @@ def _config(transformers: Any, name: str, is_local: bool) -> Any:
         return transformers.AutoConfig.from_pretrained(_path(name), trust_remote_code=False, local_files_only=is_local)
     except Exception as error:  # the library raises anything
         raise ConfigError(
-            f"--model {name}: has no configuration that transformers can use ({_first_line(error)}); give "
+            f"--model {name}: has no configuration that transformers can use ({first_line(error)}); give "
             f"{PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
         ) from error
 
@@ -130,7 +130,3 @@ def _transformers() -> Any:
         fix = "install with: pip install 'p2ptrain[transformers]'"
         raise ConfigError(f"--model {PREFIX}…: needs transformers; {fix}") from None
     return transformers
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

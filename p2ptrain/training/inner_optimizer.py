@@ -34,8 +34,8 @@ DECAY_SHARE = 0.2
 def lr_share(run: RunConfig, step: int) -> float:
     """The share of the peak learning rate at a step of the run. It depends on the run's step, not on the peer's.
 
-    Linear warm-up; then cosine to 10 %; or constant, with `wsd` until a linear decay to zero in the last fifth. A run
-    without end stays at its peak.
+    It warms up linearly. Then it falls to 10 % as a cosine, or it is constant, and with `wsd` falls linearly to zero in
+    the last fifth. In a run without end it stays at its peak.
     """
     if step < run.warmup_steps:
         return (step + 1) / run.warmup_steps
@@ -52,8 +52,8 @@ class InnerOptimizer:
     """The optimizers of one model.
 
     Attributes:
-        adamw: of all parameters, or of those that Muon does not have.
-        muon: of hidden matrices; None without Muon.
+        adamw: trains all parameters, or those that Muon does not train.
+        muon: trains the hidden matrices; None without Muon.
     """
 
     def __init__(self, model: nn.Module, run: RunConfig) -> None:
@@ -83,11 +83,11 @@ class InnerOptimizer:
         self._all: dict[str, tuple[torch.optim.Optimizer, float]] = {"optimizer": (self.adamw, run.lr)}
         self.muon: torch.optim.Optimizer | None = None
         if hidden:
-            peak, decay = run.muon_lr or MUON_TIMES * run.lr, run.weight_decay
+            lr, decay = run.muon_lr or MUON_TIMES * run.lr, run.weight_decay
             self.muon = torch.optim.Muon(
-                hidden, peak, decay, momentum=MUON_MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
+                hidden, lr=lr, weight_decay=decay, momentum=MUON_MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
             )
-            self._all["muon"] = self.muon, peak
+            self._all["muon"] = self.muon, lr
 
     def step(self, share: float) -> None:
         """Take a step at this share of the peak learning rates."""
@@ -109,9 +109,9 @@ class InnerOptimizer:
 
 
 def hidden_matrices(model: nn.Module, vocab_size: int) -> list[nn.Parameter]:
-    """The trainable matrices that Muon is for: all but embeddings and the head.
+    """The trainable matrices that Muon trains: all except embeddings and the head.
 
-    In models of users the head is taken to be the last linear layer, if it has at least `vocab_size` outputs.
+    In models of users the last linear layer counts as the head, if it has at least `vocab_size` outputs.
     """
     excluded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -90,13 +90,13 @@ class Execution:
 
 
 class Trainer:
-    """A model with its optimizer and its text windows. Owns the optimizer; the caller owns the model.
+    """Trains a model on windows of text. It owns the optimizer; the caller owns the model.
 
     Attributes:
         context: tokens of a window.
-        step_windows: windows of a step of all ranks; eval_windows: those that are evaluated on.
+        step_windows: windows of a step, over all ranks; eval_windows: windows of an evaluation.
         micro_batch: windows that this rank computes at once.
-        bytes_per_token: bytes of UTF-8 in a token of what is evaluated; None if that is not known.
+        bytes_per_token: bytes of UTF-8 per token of the evaluated text; None if that is not known.
         utilisation: share of the GPU's peak that one token a second takes (`mfu`); None if that is not known.
     """
 
@@ -117,8 +117,7 @@ class Trainer:
             run: gives the inner optimizer, its rates and schedule, and the gradient's limit.
             batch_size: windows of text per step, of this rank.
             seed: seeds this peer's windows and torch's global generator (dropout).
-            ranks: train the model together, each on windows of its own; all call every method.
-                None: there is one.
+            ranks: train the model together, each on its own windows; all call every method. None: there is one.
 
         Raises:
             ConfigError: the text, or every span of it, is shorter than one window; or the held-out text is bad.
@@ -144,7 +143,7 @@ class Trainer:
         eval_count = max(1, round(data.eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
         self.eval_windows = len(self._eval_windows[0])
-        # Sharded ranks cannot halve it: it is no more than the user lets them train on at once.
+        # Sharded ranks cannot halve it, so it is at most the micro-batch that the user chose.
         self._eval_batch = min(EVAL_BATCH, execution.most_at_once or EVAL_BATCH)
         if self._is_sharded:
             self._eval_batch = min(self._eval_batch, self.micro_batch)
@@ -161,7 +160,7 @@ class Trainer:
 
         Args:
             run_step: chooses the learning rate.
-            stop: asked after each micro-batch but the last.
+            stop: asked after each micro-batch except the last one.
 
         Raises:
             ConfigError: the gradient was not finite MAX_LOST_STEPS times in a row, the data is bad, or memory does not
@@ -189,10 +188,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, stop: Callable[[], bool] = never) -> float:
-        """Mean loss in nats on the fixed windows of held-out text.
+        """Return the mean loss in nats on the fixed windows of held-out text.
 
-        Not compiled: torch.compile would compile the model once more for it. Raises Stopped if `stop()`, which is asked
-        before each batch, is true, and ConfigError if memory does not suffice for one window.
+        It does not use the compiled model, which torch.compile would compile once more. Raises Stopped if `stop()`,
+        asked before each batch, is true, and ConfigError if memory does not suffice for one window.
         """
         self.model.eval()
         rank, size, count = self.ranks.rank, self.ranks.size, len(self._eval_windows[0])
@@ -252,9 +251,9 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue what `state_dict` gave on rank 0. Ranks that were not there then draw what their seeds say.
+        """Continue from a `state_dict` of rank 0. Ranks that did not exist then start with their own seeds.
 
-        Another text than before is logged, and used: windows are drawn at random, and nothing else depends on it.
+        If the text has changed, a warning is logged and the new text is used: only the random windows depend on it.
         """
         self.optimizer.load_state_dict(state)
         rank, windows = self.ranks.rank, state["windows"]
@@ -269,11 +268,11 @@ class Trainer:
         ranks = [state, *state.get("other_ranks", ())]
         if rank < len(ranks):
             self._load_random_state(ranks[rank])
-        if self._halves:  # it fits, and sums in another order would be other sums
+        if self._halves:  # this many windows fit, and another number would sum in another order
             self.micro_batch = min(self.micro_batch, state.get("micro_batch", self.micro_batch))
 
     def _random_state(self) -> dict[str, torch.Tensor]:
-        """The random states that dropout draws from. Batches depend on the stream's seed and position alone."""
+        """The random states that dropout uses. Batches depend only on the stream's seed and position."""
         state = {"torch_rng": torch.get_rng_state()}
         if self._device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self._device)
@@ -289,12 +288,11 @@ class Trainer:
             torch.mps.set_rng_state(state["mps_rng"])
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
-        """Add up the gradients of a step's micro-batches, and average them over the ranks.
+        """Add up the gradients of a step's micro-batches, average them over the ranks. Returns this rank's mean loss.
 
-        If memory does not suffice, tries again with half as many windows at once. Several ranks do so together, and
-        only in the first steps: in later ones they average while they compute, and cannot try again alone. Raises
-        ConfigError if one window is too many, or their number is fixed, and Stopped. Returns this rank's mean loss in
-        nats.
+        If memory does not suffice, it tries again with half as many windows at once. Several ranks do so together, and
+        only in the first steps: in later ones they average while they compute, and none can try again alone. Raises
+        Stopped, and ConfigError if one window is too many, or if their number is fixed.
         """
         probing, fits, loss = self._probes_left > 0, False, 0.0
         while not fits:
@@ -337,13 +335,13 @@ class Trainer:
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _backward(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
-        """One try at it. A method of its own: after an error its variables, and so the graph, are gone."""
+        """Run all micro-batches once. A method of its own, so that an error frees its variables, and so the graph."""
         total = torch.zeros((), device=self._device)
         parts = list(zip(*(torch.split(part, self.micro_batch) for part in (inputs, targets)), strict=True))
         for number, (some_inputs, some_targets) in enumerate(parts, 1):
             if number > 1 and stop():
                 raise Stopped
-            # Averaged once, while the last backward pass computes.
+            # The ranks average once, while the last backward pass computes.
             averages = number == len(parts) and not self._probes_left
             with nullcontext() if averages else without_averaging(self._parallel):
                 loss = self._loss(self._forward, some_inputs, some_targets) * (len(some_inputs) / len(inputs))
@@ -375,6 +373,6 @@ def _bytes_per_token(tokenizer: Tokenizer | None, windows: torch.Tensor) -> floa
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    # GPUs have a class of their own; for the CPU and Apple's GPU torch raises plain RuntimeError.
+    # Only CUDA has a class of its own; for the CPU and Apple's GPU torch raises plain RuntimeError.
     texts = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in texts)

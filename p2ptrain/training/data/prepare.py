@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -179,11 +179,7 @@ def _tokenizer(
     found = find_tokenizer(name)
     if found is not None:
         return found
-    size = trained_size(name)
-    try:
-        begun = msgspec.json.decode((out / UNFINISHED / JOB_FILE).read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.MsgspecError):
-        begun = {}
+    size, begun = trained_size(name), _begun(out)
     if begun.get("name") == name and (made := read_tokenizer(out, begun.get("tokenizer", ""), 2)) is not None:
         return made
     say(f"making a tokenizer of {size:,} ids; with much text this takes minutes")
@@ -205,14 +201,20 @@ def _sample(units: tuple[Unit, ...], field: str, split: str) -> Iterator[str]:
                 break
 
 
+def _begun(out: Path) -> dict[str, str]:
+    """The note of the job that was begun here; empty if there is none. Raises ConfigError if it is damaged."""
+    path = out / UNFINISHED / JOB_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except msgspec.MsgspecError:
+        raise ConfigError(f"--out {out}: {path} is damaged; give another --out, or remove it") from None
+
+
 def _claim(notes: Path, job: Job, out: Path) -> None:
     """Write down which job prepares this directory. Raises ConfigError if another one was begun here."""
-    path = notes / JOB_FILE
-    if path.exists():
-        try:
-            begun = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-        except msgspec.MsgspecError:
-            raise ConfigError(f"--out {out}: {path} is damaged; give another --out, or remove it") from None
+    if begun := _begun(out):
         if begun.get("digest") != job.digest:
             raise ConfigError(
                 f"--out {out}: another preparation was begun there (tokenizer {begun.get('name')!r}), or its sources "
@@ -223,7 +225,7 @@ def _claim(notes: Path, job: Job, out: Path) -> None:
         raise ConfigError(f"--out {out}: is not empty ({foreign[0]}); give a new directory")
     notes.mkdir(exist_ok=True)
     noted = {"digest": job.digest, "tokenizer": job.tokenizer, "name": job.name}
-    write_whole(path, msgspec.json.encode(noted))
+    write_whole(notes / JOB_FILE, msgspec.json.encode(noted))
 
 
 def _withdraw(notes: Path, out: Path, units: int) -> None:
@@ -287,31 +289,27 @@ class _Writer:
     """Writes one shard under a temporary name; hashes it as it is written."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._part = path.with_suffix(".part")
-        self._stream: IO[bytes] | None = None
+        self._path, self._part = path, path.with_suffix(".part")
+        self._stream = self._part.open("wb", buffering=2**20)
         self._hash = hashlib.sha256()
-        self._tokens = 0
-        self.documents = 0
+        self._tokens = self.documents = 0
 
     def add(self, content: bytes, tokens: int) -> None:
-        if self._stream is None:
-            self._stream = self._part.open("wb", buffering=2**20)
         self._stream.write(content)
         self._hash.update(content)
         self._tokens += tokens
 
     def finish(self, split: Literal["train", "val"]) -> Shard | None:
-        """Give the file its name; None if nothing was written."""
-        if self._stream is None:
-            return None
+        """Give the file its name. If nothing was written, remove it and return None."""
         self.close()
+        if not self._tokens:
+            self._part.unlink()
+            return None
         self._part.replace(self._path)
         return Shard(self._path.name, split, self.documents, self._tokens, self._hash.hexdigest())
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        self._stream.close()
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

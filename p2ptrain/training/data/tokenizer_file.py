@@ -43,6 +43,7 @@ _SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # One id for each byte, and the separator: a smaller vocabulary cannot hold all text.
 LEAST_TRAINED = 257
 HUB, TRAIN = "hub:", "train:"
+_WITHOUT_FILE: dict[str, type[Characters] | type[Bytes]] = {CHARS: Characters, BYTES: Bytes}
 
 
 class TokenizerFile:
@@ -103,10 +104,8 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     Raises ConfigError if there is none of that name, or its file cannot be used. Blocks for a download with hub:NAME,
     unless the file is in Hugging Face's cache.
     """
-    if name == CHARS:
-        return Characters()
-    if name == BYTES:
-        return Bytes()
+    if name in _WITHOUT_FILE:
+        return _WITHOUT_FILE[name]()
     if name == IDS or name.startswith(IDS + ":"):
         return Ids(_number(name, IDS + ":", 2) if ":" in name else GPT2_VOCAB_SIZE)
     if name.startswith(TRAIN):
@@ -132,8 +131,10 @@ def read_tokenizer(folder: Path, identity: str, vocab_size: int) -> Tokenizer | 
 
     None if that file is missing or another one. Raises ConfigError if it cannot be used.
     """
-    if identity in (CHARS, BYTES, IDS):
-        return Characters() if identity == CHARS else Bytes() if identity == BYTES else Ids(vocab_size)
+    if identity in _WITHOUT_FILE:
+        return _WITHOUT_FILE[identity]()
+    if identity == IDS:
+        return Ids(vocab_size)
     try:
         file = (folder / TOKENIZER_FILE).read_bytes()
     except OSError:

@@ -108,7 +108,7 @@ def _native_sgd(
     lr: np.float32,
     momentum: np.float32,
 ) -> None:
-    """What `_numpy_sgd` does, in C."""
+    """The same as `_numpy_sgd`, in C."""
     of, nesterov = kernels.address, optimizer == "nesterov"
     moment = of(moments[0]) if moments else None
     library.sgd_step(of(anchor), moment, of(gradient), anchor.size, float(lr), float(momentum), nesterov)
@@ -148,7 +148,7 @@ def _adam_factors(lr: float, beta1: float, t: int) -> list[np.float32]:
 
 
 def _adam(anchor: Array, moments: list[Array], gradient: Array, factors: list[np.float32]) -> None:
-    """Adam: what it subtracts from the anchor is finite for finite m and g."""
+    """Adam. The change of the anchor is finite for finite m and g."""
     beta1, rest1, beta2, rest2, root, step = factors
     for chunk, update, other in _chunks(anchor.size):
         g, m, v = gradient[chunk], moments[0][chunk], moments[1][chunk]

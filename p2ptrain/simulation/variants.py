@@ -1,6 +1,6 @@
 """Runs several experiments in parallel, one process per core, and shows their progress.
 
-Ctrl-C ends them at once; an executor alone would wait for running experiments, which can take hours.
+Ctrl-C ends them at once. An executor alone would wait for the running experiments, which can take hours.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def simulate_variants(
     with interrupts_call(interrupted.set):
         pool = ProcessPoolExecutor(workers, context, _prepare, (channel,))
         try:
-            # Processes started now ignore Ctrl-C and SIGTERM, which may be sent to all processes; we end them.
+            # Ctrl-C and SIGTERM may be sent to all processes: those that start now ignore them, and this one ends them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:
                 futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]
@@ -105,7 +105,7 @@ def _tell_progress(
     on_progress: Callable[[int, int], None],
     interrupted: threading.Event,
 ) -> None:
-    """Wait until all are done. Raises the first failure, or KeyboardInterrupt when interrupted."""
+    """Wait until all are done, and pass on their progress. Raises the first failure, or KeyboardInterrupt."""
     while not all(future.done() for future in futures):
         if interrupted.is_set():
             raise KeyboardInterrupt

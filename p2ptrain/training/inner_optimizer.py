@@ -15,8 +15,8 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.training.fsdp import own_part
 from p2ptrain.training.models import GPT, Llama
+from p2ptrain.training.parallel import own_part
 
 # DiLoCo, table 5.
 BETA1 = 0.9

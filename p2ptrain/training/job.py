@@ -25,17 +25,17 @@ from p2ptrain.settings.setting import settings_of
 from p2ptrain.settings.torchrun import Launch
 from p2ptrain.signals import SIGNALS, interruptible
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import Corpus, Partition
+from p2ptrain.training.data import Corpus
 from p2ptrain.training.data.source import Source, open_source
 from p2ptrain.training.data.token_files import TokenFolder
 from p2ptrain.training.data.tokenizer import Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import read_tokenizer
 from p2ptrain.training.device import choose_precision, device_of
-from p2ptrain.training.fsdp import shard
 from p2ptrain.training.loop import take_part
 from p2ptrain.training.memory import check_tokens, check_window, windows_at_once
 from p2ptrain.training.models import batch_windows, build_of, context_length, eval_tokens
-from p2ptrain.training.partitioning import choose_share, make_partition
+from p2ptrain.training.parallel import shard
+from p2ptrain.training.partitioning import Partition, choose_share, make_partition
 from p2ptrain.training.pretrained import load_saved
 from p2ptrain.training.ranks import Ranks, join_ranks, open_ranks
 from p2ptrain.training.trainer import Execution, Trainer, TrainingData

@@ -34,13 +34,13 @@ from p2ptrain.training.choose_run import check_pins, choose_run, read_saved
 from p2ptrain.training.data.source import Source, open_source
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.device import device_of
-from p2ptrain.training.fsdp import check_fsdp
 from p2ptrain.training.job import Job, build_model, build_trainer
 from p2ptrain.training.known_peers import open_session, write_known_peers
 from p2ptrain.training.loop import TrainingEnd, take_part
 from p2ptrain.training.memory import check_tokens
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
 from p2ptrain.training.output_dir import claim_out
+from p2ptrain.training.parallel import check_fsdp
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.training.progress import TrainingProgress
 from p2ptrain.training.ranks import join_ranks, open_ranks

@@ -28,8 +28,8 @@ from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.signals import TOGETHER_S, stop_on_signals
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data.tokenizer import IDS
-from p2ptrain.training.fsdp import whole
 from p2ptrain.training.generation import generate_text
+from p2ptrain.training.parallel import whole
 from p2ptrain.training.progress import Evaluation, ProgressMeter, StepDone, TrainingProgress
 from p2ptrain.training.ranks import Ranks
 from p2ptrain.training.trainer import Stopped, Trainer, never

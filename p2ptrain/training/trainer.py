@@ -19,13 +19,12 @@ from p2ptrain.algorithms.metrics import sample_indices
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
-from p2ptrain.training.data.read_ahead import ReadAhead
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
-from p2ptrain.training.fsdp import is_fsdp, own_values, whole
+from p2ptrain.training.data.windows import ReadAhead
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.mfu import utilisation_of
 from p2ptrain.training.models import context_length
-from p2ptrain.training.parallel import average_gradients, without_averaging, wrap
+from p2ptrain.training.parallel import average_gradients, is_fsdp, own_values, whole, without_averaging, wrap
 from p2ptrain.training.ranks import Ranks
 
 # For the demo model and simulations: as much as 16 steps of 256 characters, which cost about six steps to evaluate.

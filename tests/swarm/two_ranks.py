@@ -20,9 +20,9 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.torchrun import launch_of
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Corpus, RandomWindows
-from p2ptrain.training.fsdp import shard, whole
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.models import GPT, GPTConfig
+from p2ptrain.training.parallel import shard, whole
 from p2ptrain.training.ranks import Ranks, open_ranks
 from p2ptrain.training.trainer import PROBED_STEPS, Execution, Trainer, TrainingData
 

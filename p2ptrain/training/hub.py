@@ -5,6 +5,11 @@ The libraries try six times before they report that the hub does not answer, whi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from p2ptrain.errors import ConfigError
+
 HUB_TIMEOUT_S = 10.0
 
 
@@ -18,6 +23,15 @@ def is_hub_there() -> bool:
     except Exception:  # of the HTTP library that this version uses
         return False
     return True
+
+
+@contextmanager
+def library_errors(what: str, fix: str) -> Iterator[None]:
+    """Raise ConfigError with the first line of any exception of this block. These libraries raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{what} ({first_line(error)}); {fix}") from error
 
 
 def first_line(error: Exception) -> str:

@@ -52,11 +52,8 @@ def check_window(shapes: Iterable[torch.Size], context: int, free_bytes: int | N
     # A table of positions, which has a row for each, is only read.
     matrices = (shape for shape in shapes if len(shape) >= 2 and shape[-2] != context)
     needed = LEAST_ACTIVATION_BYTES * _values_of_a_token(matrices) * context
-    if free_bytes is not None and needed > free_bytes:
-        raise ConfigError(
-            f"--context {context}: training on one window takes {size(needed)} or more, and {size(free_bytes)} of "
-            f"memory are free; join or start a run with a shorter one"
-        )
+    wanted = f"--context {context}: training on one window takes {size(needed)} or more"
+    _check_free(needed, free_bytes, wanted, "join or start a run with a shorter one")
 
 
 def _values_of_a_token(shapes: Iterable[torch.Size]) -> int:
@@ -65,20 +62,15 @@ def _values_of_a_token(shapes: Iterable[torch.Size]) -> int:
 
 def check_tokens(flag: str, tokens: int, free_bytes: int | None) -> None:
     """Raise ConfigError if the ids of so many tokens, which are read at once, do not fit."""
-    if free_bytes is not None and TOKEN_BYTES * tokens > free_bytes:
-        raise ConfigError(
-            f"{flag} {tokens}: their ids alone take {size(TOKEN_BYTES * tokens)}, and {size(free_bytes)} of memory are "
-            f"free; give fewer"
-        )
+    needed = TOKEN_BYTES * tokens
+    _check_free(needed, free_bytes, f"{flag} {tokens}: their ids alone take {size(needed)}", "give fewer")
 
 
 def check_text(source: str, size_bytes: int, free_bytes: int | None) -> None:
     """Raise ConfigError if text of so many bytes, which is loaded whole, does not fit."""
-    if free_bytes is not None and TEXT_BYTES * size_bytes > free_bytes:
-        raise ConfigError(
-            f"--data {source}: {size(size_bytes)} of text take {size(TEXT_BYTES * size_bytes)} while it is read, and "
-            f"{size(free_bytes)} of memory are free; make token files of it with `p2ptrain data prepare`"
-        )
+    needed = TEXT_BYTES * size_bytes
+    wanted = f"--data {source}: {size(size_bytes)} of text take {size(needed)} while it is read"
+    _check_free(needed, free_bytes, wanted, "make token files of it with `p2ptrain data prepare`")
 
 
 def check_parameters(model: str, num_parameters: int, free_bytes: int | None) -> None:
@@ -87,8 +79,10 @@ def check_parameters(model: str, num_parameters: int, free_bytes: int | None) ->
     `num_parameters`: at least so many; a table may get more rows once the run's tokenizer is known.
     """
     needed = PARAMETER_BYTES * num_parameters
-    if free_bytes is not None and needed > free_bytes:
-        raise ConfigError(
-            f"--model {model}: its weights take at least {size(needed)} ({num_parameters:,} parameters), and "
-            f"{size(free_bytes)} of memory are free; train a smaller model"
-        )
+    wanted = f"--model {model}: its weights take at least {size(needed)} ({num_parameters:,} parameters)"
+    _check_free(needed, free_bytes, wanted, "train a smaller model")
+
+
+def _check_free(needed_bytes: int, free_bytes: int | None, wanted: str, fix: str) -> None:
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise ConfigError(f"{wanted}, and {size(free_bytes)} of memory are free; {fix}")

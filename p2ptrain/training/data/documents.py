@@ -20,7 +20,7 @@ import zstandard
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.training.hub import first_line, is_hub_there
+from p2ptrain.training.hub import is_hub_there, library_errors
 
 UNIT_BYTES = 64 * 2**20
 # Plain text has no documents: it is cut at line ends, so that some of it can be held out.
@@ -268,7 +268,8 @@ def _dataset(source: str, split: str) -> Any:
     require_extra("data", f"{DATASET}NAME")
     import datasets
 
-    try:
+    check = "the name, --split and the connection" if source.startswith(DATASET) else "--split"
+    with library_errors(f"{source}, split {split}: cannot be loaded", f"check {check}"):
         if source.startswith(DATASET):
             name, _, config = source.removeprefix(DATASET).partition(":")
             if not Path(name).is_dir() and not is_hub_there():
@@ -276,9 +277,6 @@ def _dataset(source: str, split: str) -> Any:
             return datasets.load_dataset(name, config or None, split=split, streaming=True)
         found = datasets.load_from_disk(str(Path(source).expanduser()))
         return (found[split] if isinstance(found, datasets.DatasetDict) else found).to_iterable_dataset()
-    except Exception as error:  # the library and its loaders raise anything
-        check = "the name, --split and the connection" if source.startswith(DATASET) else "--split"
-        raise ConfigError(f"{source}, split {split}: cannot be loaded ({first_line(error)}); check {check}") from error
 
 
 def _of_record(record: dict[str, Any], field: str, place: str) -> Document:

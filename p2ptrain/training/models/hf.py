@@ -5,6 +5,7 @@ Code of a repository is never run: `trust_remote_code` is off, not left to a que
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.hub import first_line, is_hub_there
+from p2ptrain.training.hub import is_hub_there, library_errors
 
 PREFIX, PRETRAINED = "hf:", ":pretrained"
 # Longer windows than this need memory that few have; a model trains on shorter ones as well.
@@ -75,14 +76,12 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     context = context or (MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions)))
     if not name.endswith(PRETRAINED):
         return CausalLM(_from_config(transformers, config, name, vocab_size).float(), context)
-    try:
+    with _building(name):
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             _path(name), trust_remote_code=False, local_files_only=is_local, output_loading_info=True
         )
         if vocab_size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(vocab_size)
-    except Exception as error:  # the library raises anything
-        raise _unbuildable(name, error) from error
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
             f"--model {name}: its weights lack {missing[0]} and {len(missing) - 1} more that its configuration names; "
@@ -93,25 +92,19 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
 
 def _from_config(transformers: Any, config: Any, name: str, vocab_size: int) -> Any:
     """The model with new weights, on torch's default device."""
-    try:
+    with _building(name):
         config.vocab_size = max(config.vocab_size, vocab_size)
         return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # the library raises anything
-        raise _unbuildable(name, error) from error
 
 
-def _unbuildable(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"--model {name}: cannot be built ({first_line(error)}); check its files")
+def _building(name: str) -> AbstractContextManager[None]:
+    return library_errors(f"--model {name}: cannot be built", "check its files")
 
 
 def _config(transformers: Any, name: str, is_local: bool) -> Any:
-    try:
+    fix = f"give {PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
+    with library_errors(f"--model {name}: has no configuration that transformers can use", fix):
         return transformers.AutoConfig.from_pretrained(_path(name), trust_remote_code=False, local_files_only=is_local)
-    except Exception as error:  # the library raises anything
-        raise ConfigError(
-            f"--model {name}: has no configuration that transformers can use ({first_line(error)}); give "
-            f"{PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
-        ) from error
 
 
 def _is_local(name: str) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -140,13 +141,9 @@ def _find_factory(name: str) -> Callable[..., Any]:
     # Modules of the current directory can be imported, as with `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
+    fix = "check the name, and that it can be imported from this directory"
+    with _users_errors(f"--model {name}: cannot import {module_name!r}", fix):
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's own module may raise anything
-        raise ConfigError(
-            f"--model {name}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
-            f"check the name, and that it can be imported from this directory"
-        ) from error
     factory: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -157,14 +154,10 @@ def _find_factory(name: str) -> Callable[..., Any]:
 
 def _build_users(name: str, vocab_size: int) -> nn.Module:
     factory = _find_factory(name)
-    try:
+    rule = f"it is called with vocab_size={vocab_size} if it has that argument, else without arguments"
+    with _users_errors(f"--model {name}: the factory failed", rule):
         takes_vocab_size = "vocab_size" in inspect.signature(factory).parameters
         model = factory(vocab_size=vocab_size) if takes_vocab_size else factory()
-    except Exception as error:  # the user's own code may raise anything
-        raise ConfigError(
-            f"--model {name}: the factory failed ({type(error).__name__}: {error}); "
-            f"it is called with vocab_size={vocab_size} if it has that argument, else without arguments"
-        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {name}: the factory returned {type(model).__name__}; it must be a torch.nn.Module")
     _check_logits(name, model, vocab_size)
@@ -173,19 +166,21 @@ def _build_users(name: str, vocab_size: int) -> nn.Module:
 
 def _check_logits(name: str, model: nn.Module, vocab_size: int) -> None:
     tokens = torch.zeros(1, min(8, context_length(model)), dtype=torch.int64)
-    training = model.training
-    try:
-        with torch.no_grad():
-            logits = model.eval()(tokens)
-    except Exception as error:  # the user's own code may raise anything
-        raise ConfigError(
-            f"--model {name}: failed on int64 tokens of shape {tuple(tokens.shape)} ({type(error).__name__}: {error}); "
-            f"it must map int64 tokens (batch, time) to logits (batch, time, {vocab_size} or more)"
-        ) from error
+    training, given, wanted = model.training, tuple(tokens.shape), f"(batch, time, {vocab_size} or more)"
+    rule = f"it must map int64 tokens (batch, time) to logits {wanted}"
+    with _users_errors(f"--model {name}: failed on int64 tokens of shape {given}", rule), torch.no_grad():
+        logits = model.eval()(tokens)
     model.train(training)
     shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else ()
-    if shape[:-1] != tuple(tokens.shape) or shape[-1] < vocab_size:
-        raise ConfigError(
-            f"--model {name}: tokens {tuple(tokens.shape)} gave {shape or type(logits).__name__}; "
-            f"it must return logits of shape (batch, time, {vocab_size} or more)"
-        )
+    if shape[:-1] != given or shape[-1] < vocab_size:
+        got = shape or type(logits).__name__
+        raise ConfigError(f"--model {name}: tokens {given} gave {got}; it must return logits of shape {wanted}")
+
+
+@contextmanager
+def _users_errors(what: str, rule: str) -> Iterator[None]:
+    """Raise ConfigError for any exception of the user's own code."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{what} ({type(error).__name__}: {error}); {rule}") from error

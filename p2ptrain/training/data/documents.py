@@ -42,7 +42,7 @@ class Unit:
         kind, path: how to read it, and the file, or the name of the dataset.
         start, end: bytes of a plain file, row groups of a .parquet file, or the number of a dataset's shard and their
             count. A line belongs to the unit in which it begins.
-        size_bytes: for the progress; 0 if not known.
+        size_bytes: shows that a source has changed; 0 if it is not known.
     """
 
     kind: Kind

@@ -73,12 +73,10 @@ class Done(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Progress:
-    """Units and bytes that are done. `bytes_total` is 0 if that is not known."""
+    """The units that are done, and their tokens."""
 
     units: int
     units_total: int
-    bytes: int
-    bytes_total: int
     tokens: int
 
 
@@ -130,13 +128,11 @@ def prepare(
         done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
         if done:
             say(f"continuing: {len(done)} of {len(units)} parts are done")
-        bytes_total = sum(unit.size_bytes for unit in units)
         try:
             for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
                 done[number] = found
-                bytes_done = sum(units[n].size_bytes for n in done)
                 tokens = sum(shard.tokens for finished in done.values() for shard in finished.shards)
-                on_progress(Progress(len(done), len(units), bytes_done, bytes_total, tokens))
+                on_progress(Progress(len(done), len(units), tokens))
         except ConfigError:
             _withdraw(notes, out, len(units))
             raise

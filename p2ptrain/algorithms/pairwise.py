@@ -47,43 +47,24 @@ def pairwise_step(
         momentum: μ, in [0, 1).
         scale: of the partner's difference from φ (see `clip_scale`).
     """
+    rate, friction, factor = np.float32(lr), np.float32(momentum), np.float32(scale)
     for rows in _chunks(own):
-        _step_chunk(
-            anchor[rows],
-            moment[rows],
-            own[rows],
-            None if partner is None else partner[rows],
-            lr=np.float32(lr),
-            momentum=np.float32(momentum),
-            scale=np.float32(scale),
-        )
-
-
-def _step_chunk(
-    anchor: Array,
-    moment: Array,
-    own: Array,
-    partner: Array | None,
-    *,
-    lr: np.float32,
-    momentum: np.float32,
-    scale: np.float32,
-) -> None:
-    own -= anchor
-    if partner is None:
-        update = own * lr
-    else:
-        update = partner
-        update -= anchor
-        update *= scale
-        update += own
-        update *= np.float32(0.5)
-        update *= lr
-    moment *= momentum
-    moment += update
-    # φ + m − θ, without rounding to the size of φ in between.
-    np.subtract(moment, own, out=own)
-    anchor += moment
+        phi, m, theta = anchor[rows], moment[rows], own[rows]
+        theta -= phi
+        if partner is None:
+            update = theta * rate
+        else:
+            update = partner[rows]
+            update -= phi
+            update *= factor
+            update += theta
+            update *= np.float32(0.5)
+            update *= rate
+        m *= friction
+        m += update
+        # φ + m − θ, without rounding to the size of φ in between.
+        np.subtract(m, theta, out=theta)
+        phi += m
 
 
 def clip_scale(own: float, before: Sequence[float], partner: float) -> float:

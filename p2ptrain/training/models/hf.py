@@ -49,13 +49,12 @@ def count_parameters(name: str, vocab_size: int) -> int:
 
     Raises ConfigError if transformers is missing, knows no such causal language model, or cannot build it.
     """
-    transformers = _transformers()
-    config = _config(transformers, name, _is_local(name))
+    config, _ = _config(name)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ConfigError(f"--model {name}: has {layers:,} layers, and at most {MOST_LAYERS:,} are built; give fewer")
     with torch.device("meta"):
-        model = _from_config(transformers, config, name, vocab_size)
+        model = _from_config(config, name, vocab_size)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -66,8 +65,7 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
 
     `context`: its longest sequence; 0 for as many positions as its configuration has, up to MOST_CONTEXT.
     """
-    transformers, is_local = _transformers(), _is_local(name)
-    config = _config(transformers, name, is_local)
+    config, is_local = _config(name)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and int(positions) < 1:
         raise ConfigError(f"--model {name}: its configuration allows {positions} positions; 1 or more can be trained")
@@ -75,9 +73,9 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
         raise ConfigError(f"--context {context}: must be at most {positions}, the positions of --model {name}")
     context = context or (MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions)))
     if not name.endswith(PRETRAINED):
-        return CausalLM(_from_config(transformers, config, name, vocab_size).float(), context)
+        return CausalLM(_from_config(config, name, vocab_size).float(), context)
     with _building(name):
-        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loaded = _transformers().AutoModelForCausalLM.from_pretrained(
             _path(name), trust_remote_code=False, local_files_only=is_local, output_loading_info=True
         )
         if vocab_size > model.get_input_embeddings().num_embeddings:
@@ -90,26 +88,24 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     return CausalLM(model.float(), context)
 
 
-def _from_config(transformers: Any, config: Any, name: str, vocab_size: int) -> Any:
+def _from_config(config: Any, name: str, vocab_size: int) -> Any:
     """The model with new weights, on torch's default device."""
     with _building(name):
         config.vocab_size = max(config.vocab_size, vocab_size)
-        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return _transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def _building(name: str) -> AbstractContextManager[None]:
     return library_errors(f"--model {name}: cannot be built", "check its files")
 
 
-def _config(transformers: Any, name: str, is_local: bool) -> Any:
+def _config(name: str) -> tuple[Any, bool]:
+    """The model's configuration, and whether only this machine is read: a directory, or the cache without the hub."""
+    kind, path = _transformers().AutoConfig, _path(name)
+    is_local = Path(path).is_dir() or not is_hub_there()
     fix = f"give {PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
     with library_errors(f"--model {name}: has no configuration that transformers can use", fix):
-        return transformers.AutoConfig.from_pretrained(_path(name), trust_remote_code=False, local_files_only=is_local)
-
-
-def _is_local(name: str) -> bool:
-    """Whether to read only what is on this machine: a directory, or the cache if the hub does not answer."""
-    return Path(_path(name)).is_dir() or not is_hub_there()
+        return kind.from_pretrained(path, trust_remote_code=False, local_files_only=is_local), is_local
 
 
 def _path(name: str) -> str:

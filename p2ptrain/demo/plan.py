@@ -15,7 +15,7 @@ from p2ptrain.training.models import batch_windows, build, context_length
 from p2ptrain.training.trainer import Trainer, TrainingData
 
 RUN_ID = "p2ptrain-demo"
-# Two before the kill, one without the killed peer, two with the late peer, and the last one.
+# Two rounds before the kill, one without the killed peer, two with the late peer, and the last one.
 ROUNDS = 6
 MIN_SYNC_EVERY = 25
 # Shares of the run's steps. The kill also waits until a round has landed: before, the founder is the only voter.
@@ -30,8 +30,8 @@ LATE_START_S = 12.0
 END_S = 6.0
 # Enough for a late peer to start and train.
 MIN_TRAINING_S = 2 * LATE_START_S
-# From the start of the bootstrap node to its addresses, on the same machine: how much longer it takes now is how much
-# longer everything takes that is started. Beyond MAX_SLOWNESS a demo would become too long.
+# From the start of the bootstrap node to its addresses, on the same machine. If it takes longer now, every start takes
+# longer by the same factor. Beyond MAX_SLOWNESS a demo would become too long.
 BOOTSTRAP_START_S = 3.0
 MAX_SLOWNESS = 4.0
 MODEL = "gpt-demo"
@@ -88,7 +88,7 @@ class DemoPlan:
 
 
 def as_flags(settings: Mapping[str, object]) -> list[str]:
-    """Settings by name as arguments of a command."""
+    """Arguments of a command for these settings."""
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 

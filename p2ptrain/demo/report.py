@@ -111,7 +111,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         before = [loss for t, loss in peer.held_out if t < peer.last_round_t]
         results.append(PeerResult(number, peer.own_steps, before[-1] if before else None, trainer.evaluate()))
 
-    # Use the newest, in case a peer missed the last round.
+    # The newest one, in case a peer missed the last round.
     newest = max(checkpoints.values(), key=lambda found: (found.info["round"], found.step))
     anchor = ModelParts(model).unflatten(newest.state["peer"]["anchor"])
     model.load_state_dict(anchor, strict=False)
@@ -219,7 +219,7 @@ def _across_machines(plan: DemoPlan, out: Path, bootstrap_id: str) -> str:
 
 
 def lan_address() -> str:
-    """The address of this machine in its network; sends nothing to find out."""
+    """The address of this machine in its network, found without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation; UDP connect only looks up the route
@@ -233,7 +233,7 @@ def _prose(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Indent; cut lines that are too wide."""
+    """The text, indented and without the ends of lines that are too wide."""
     lines = text.expandtabs(4).splitlines()
     shortened = (line if len(line) <= WIDTH - 4 else f"{line[: WIDTH - 6].rstrip()} …" for line in lines)
     return "\n".join(f"    {line}".rstrip() for line in shortened)
@@ -275,7 +275,7 @@ def _plot_correlation(axes: Axes, swarm: SwarmView) -> None:
 
 
 def _curve(swarm: SwarmView, points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Seconds since the start, and values."""
+    """The coordinates of a curve: seconds since the start, and values."""
     points = list(points)
     return [t - swarm.began_s for t, _ in points], [value for _, value in points]
 

@@ -70,7 +70,7 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         building.mkdir(parents=True)
         serial = 1 + max((_serial(path) or 0 for path in checkpoints(out)), default=0)
         _write(building, checkpoint, serial)
-        if target.exists():  # not removed yet: that takes long, and a process may be killed meanwhile
+        if target.exists():  # removed only later: that takes long, and the process may be killed meanwhile
             target.rename(out / f".{target.name}{REPLACED}")
         building.rename(target)
         _sync(out)
@@ -127,7 +127,7 @@ def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint |
 
 
 def _between_names(out: Path) -> dict[Path, Path]:
-    """The checkpoints that were about to be replaced when the process was killed, with the names that they had."""
+    """The checkpoints that were being replaced when the process was killed, each with the name that it had."""
     replaced = {path: path.with_name(path.name[1:].removesuffix(REPLACED)) for path in out.glob(f".*{REPLACED}")}
     return {path: had_name for path, had_name in replaced.items() if not had_name.exists()}
 
@@ -216,7 +216,7 @@ def _collector(tensors: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor]
 
 
 def _pack(value: Any, name: str, collect: Callable[[str, torch.Tensor], str]) -> Any:
-    """Convert nested state to JSON values; tensors become references. Other types are tagged by a key with a dollar."""
+    """Convert nested state to JSON values. Tensors become references; a key with a dollar tags other types."""
     match value:
         case torch.Tensor():
             return {"$tensor": collect(name, value)}

@@ -1,4 +1,4 @@
-"""Which run a peer trains, and with which settings: those of the live run, of its checkpoint, or of a new run."""
+"""Chooses the run that a peer trains, and its settings: those of the live run, of the checkpoint, or of a new run."""
 
 from __future__ import annotations
 
@@ -88,20 +88,19 @@ def choose_run(
     out: Path,
     say: Callable[[str], None],
 ) -> Chosen | None:
-    """Find the run, or start one, and get its tokenizer. Returns None, and says so, if the run is finished.
+    """Find the run, or start one, and get its tokenizer. If the run is finished, print that and return None.
 
     Args:
-        given: the tokenizer that the user gave; it is among `settings`.
+        given: the tokenizer that the user gave; `settings` have its identity and size.
         saved: the peer's checkpoint in `out`.
 
-    Raises:
-        ConfigError: as `settle_run` and `tokenizer_of`.
+    Raises ConfigError like `settle_run` and `tokenizer_of`.
     """
     run_id, tokenizer = str(settings.values["run_id"]), given
     ours = RunConfig.from_stated(saved.info["run"]) if saved else None
     found = None
     if session.knows_others:
-        # Early, so that it can be copied for an owner who has to allow it.
+        # Logged early, so that the user can send it to an owner who has to allow this peer.
         logger.info("this peer's id is %s", session.network.peer_id)
         found = session.find_run(run_id, explicit=settings.explicit_run(), ours=ours)
     if found is None and ours is None and tokenizer is None:

@@ -38,7 +38,7 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("RTX 4090", 165.2e12),
     ("RTX 3090", 71e12),
 )
-# Other devices with such names: parts of a GPU, and other GPUs.
+# Words in the names of parts of a GPU, and of other GPUs with similar names.
 _OTHERS = frozenset({"mig", "laptop", "ti", "d"})
 
 

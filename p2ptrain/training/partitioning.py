@@ -55,7 +55,7 @@ TOKENS_PER_STEP = 512
 WARMUP_STEPS = 20
 # A quarter of a block, spread over it. With 256 tokens the clusters differed a quarter less.
 TOKENS_PER_BLOCK = 1024
-# Tokens in one forward pass: bounds the memory for the logits of models without features.
+# Tokens in one forward pass. This bounds the memory for the logits of models without features.
 PASS_TOKENS = 4096
 # Models up to this size run on one CPU thread, which rounds alike on most machines and takes a minute at worst. Larger
 # ones run on the peer's device.
@@ -92,7 +92,7 @@ class Partition:
     def spans(self, share: int) -> NDArray[np.int64]:
         """Begin and end in tokens, int64 (spans, 2), of the contiguous ranges of text of this share."""
         ours = np.concatenate([[False], self.share_of == share, [False]])
-        # The places where it changes are begins and ends in turn.
+        # A span begins or ends where this changes.
         return self.bounds[np.flatnonzero(ours[1:] != ours[:-1])].reshape(-1, 2)
 
 
@@ -226,7 +226,7 @@ def make_partition(run: RunConfig, corpus: Corpus, *, context: int, device: torc
             return iid_partition(bounds, run.num_shards, seed=run.run_seed)
         case "unbalanced":
             return unbalanced_partition(bounds, run.num_shards, seed=run.run_seed)
-    # Both before training the model, which takes minutes.
+    # Check both before training the model, which takes minutes.
     require_extra("simulate", "sharding = 'clusters'")
     check_enough_blocks(bounds, run.num_shards)
     model = build_of(run)
@@ -286,7 +286,7 @@ def block_features(model: nn.Module, tokens: Tokens, bounds: NDArray[np.int64]) 
     """
     model.eval()
     device = next(model.parameters()).device
-    # Only a method: in some models `features` is a submodule, which need not take tokens.
+    # In some models `features` is a submodule, which need not take tokens: only a method counts.
     features_of = getattr(model, "features", None)
     last_layer = features_of if inspect.ismethod(features_of) else model
     lengths = np.diff(bounds)

@@ -57,8 +57,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
 
     Args:
         model: the model as every peer of the run builds it.
-        weights: by name, as in `model.state_dict()`, or as there with torch's wrappers around the model or parts of
-            it, such as that of `torch.compile`. For tied tensors one name is enough.
+        weights: tensors by their names in `model.state_dict()`. Names may have the prefixes of torch's wrappers, such
+            as `torch.compile`. For tied tensors one name is enough.
         origin: where the weights come from, for messages.
 
     Raises:

@@ -27,11 +27,11 @@ from p2ptrain.training.memory import check_text
 # 5 % is a common share; nothing here depends on it being large.
 HELD_OUT_ONE_IN = 20
 BLOCK_TOKENS = 4096
-# As git tells text from binary.
+# Bytes in which a zero byte means that a file is not text, as in git.
 _LOOKED_AT_BYTES = 8192
 # A default run (2000 steps of 256 characters) sees an eighth of it; more would only take longer to load.
 STDLIB_BYTES = 4 * 2**20
-# Left out: tests, tables, installed packages, and modules that only some installations have.
+# Tests, tables, installed packages, and modules that only some installations have.
 _STDLIB_SKIPPED = frozenset({
     "__phello__", "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",
     "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
@@ -68,8 +68,8 @@ class TextFiles:
     """Texts by their names, before they are tokenised.
 
     Attributes:
-        source: what the user gave, for errors.
-        texts: the texts, by their relative paths, in order.
+        source: the user's value of --data, for errors.
+        texts: relative path and text of each file, in order.
     """
 
     source: str

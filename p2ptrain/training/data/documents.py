@@ -80,7 +80,7 @@ def find_units(sources: tuple[str, ...], split: str) -> list[Unit]:
 
 
 def read_documents(unit: Unit, field: str, split: str) -> Iterator[Document]:
-    """The documents of a unit, in order. `field` names the text in records. Raises ConfigError for what is not text."""
+    """The documents of a unit, in order. `field` of a record has its text. Raises ConfigError if data is not text."""
     try:
         if unit.kind == "text":
             yield from _text_documents(unit)
@@ -125,7 +125,7 @@ def _units_of(path: Path) -> list[Unit]:
     if kind == "text":
         with path.open("rb") as stream:
             if b"\0" in stream.read(8192):
-                return []  # as git tells text from binary
+                return []  # not text, as in git
     starts = range(0, max(1, size), UNIT_BYTES)
     return [Unit(kind, name, start, min(size, start + UNIT_BYTES), min(size - start, UNIT_BYTES)) for start in starts]
 
@@ -178,7 +178,7 @@ def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
     with _open(unit) as stream:
         at = 0
         if unit.start:
-            # A line that begins at the border is this unit's: look at the byte before.
+            # A line that begins exactly at the border belongs to this unit, so read from the byte before it.
             stream.seek(unit.start - 1)
             at = unit.start - 1 + len(stream.readline())
         while (unit.end < 0 or at < unit.end) and (line := stream.readline()):
@@ -192,7 +192,7 @@ def _text_documents(unit: Unit) -> Iterator[Document]:
     for at, line in _lines(unit):
         if b"\0" in line:
             raise ConfigError(f"{unit.path}, byte {at:,}: holds a zero byte, so it is not text; leave this file out")
-        if size >= TEXT_BYTES:  # not the last piece: this line follows
+        if size >= TEXT_BYTES:  # another piece follows, as there is this line
             yield Document(_decoded(b"".join(lines)), f"{unit.path}, byte {first:,}", is_whole=False)
             lines, size = [], 0
         if not lines:

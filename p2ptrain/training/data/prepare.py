@@ -1,7 +1,7 @@
-"""`p2ptrain data prepare`: documents to memory-mapped shards of token ids, in several processes.
+"""`p2ptrain data prepare`: turns documents into shards of token ids, in several processes.
 
 A unit (`documents.Unit`) becomes one shard of training text, and one of held-out text if any of its documents is held
-out. What a finished unit wrote is noted beside it. The same command continues after an interruption.
+out. A file notes the shards of each finished unit. After an interruption, the same command continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from p2ptrain.training.data.tokenizer_file import (
 
 JOB_FILE = "job.json"
 LOCK_FILE = ".lock"
-# Encoded at once: bounds the memory of a process, together with the longest document.
+# Characters encoded at once. With the longest document, this bounds the memory of a process.
 BATCH_CHARACTERS = 2**20
 # A tokenizer is trained on the first of this many characters, spread over the units. More makes it hardly better.
 TRAINED_ON_CHARACTERS = 64 * 2**20
@@ -105,11 +105,11 @@ def prepare(
 
     Args:
         sources: files, directories, or hub:NAME of a dataset.
-        tokenizer: as `--tokenizer` of `p2ptrain join`.
-        field: of a record, the one with the text.
-        split: of a dataset.
+        tokenizer: its name, as for `--tokenizer` of `p2ptrain join`.
+        field: field of a record that has the text.
+        split: split of a dataset.
         held_out: share of the documents to hold out for evaluation, chosen by the hash of their text.
-        jobs: processes.
+        jobs: number of processes.
 
     Raises ConfigError for bad input, or if `out` holds something else.
     """
@@ -171,7 +171,7 @@ def _locked(out: Path) -> Iterator[None]:
 def _tokenizer(
     name: str, out: Path, units: tuple[Unit, ...], field: str, split: str, say: Callable[[str], None]
 ) -> Tokenizer:
-    """The named tokenizer; the one made by an interrupted preparation, rather than another made from the same text."""
+    """The named tokenizer. For train:N, the one of an interrupted preparation, or else one that is made here."""
     found = find_tokenizer(name)
     if found is not None:
         return found
@@ -225,7 +225,7 @@ def _claim(notes: Path, job: Job, out: Path) -> None:
 
 
 def _withdraw(notes: Path, out: Path, units: int) -> None:
-    """Remove what `_claim` noted if no part is done, so that a corrected command can have the same directory."""
+    """If no part is done, remove the note of the job, so that a corrected command can use the same directory."""
     if any(_note(notes, number) is not None for number in range(units)):
         return
     for pattern in (TOKENIZER_FILE, "train-*.part", "val-*.part"):
@@ -240,7 +240,7 @@ def _run(job: Job, out: Path, numbers: list[int], jobs: int) -> Iterator[tuple[i
         for number in numbers:
             yield number, prepare_unit(job, out, number)
         return
-    # Not forked: threads of the tokenizers library do not survive it.
+    # Spawned, because threads of the tokenizers library do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(numbers)), context, end_with_parent) as pool:
         try:

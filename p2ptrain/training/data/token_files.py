@@ -34,16 +34,17 @@ HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
 }  # fmt: skip
 # The first bytes of a .npy file.
 NUMPY_MAGIC = b"\x93NUMPY"
-# How people name the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
+# Usual names of the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
-# Files may be larger than memory: of those without a header so many stretches of so many ids are looked at.
+# Files may be larger than memory. To guess the width of ids without a header, so many stretches of so many are read.
 _STRETCHES, _STRETCH = 16, 1024
-# For ids beyond the vocabulary, of files with more ids, so many stretches of so many in all, and at least the first and
-# last of each file: 8 MiB of ids of two bytes.
+# To find ids beyond the vocabulary in larger files, this many stretches of this many ids are read in all, and at least
+# the first and last of each file: 8 MiB of ids of two bytes.
 SAMPLES, SAMPLE_IDS = 64, 64 * 1024
-# In a shorter file it may be a chance that every second number is small.
+# In a shorter file every second number may be small by chance.
 _FEWEST = 64
-# Without a file to hold out, the end of the largest one is: a twentieth, or what an evaluation can use at most.
+# Without a file to hold out, the end of the largest one is held out: a twentieth, and at most as much as an evaluation
+# can use.
 MOST_HELD_OUT = 2**20
 
 
@@ -65,7 +66,7 @@ class TokenFile:
         """Raise ConfigError if the file was cut off since it was opened: reading beyond its end kills the process."""
         try:
             size = self.path.stat().st_size
-        except OSError:  # removed: the system keeps it as long as it is mapped
+        except OSError:  # it was removed: the system keeps it as long as it is mapped
             return
         if size < self.offset + self.ids.nbytes:
             raise ConfigError(
@@ -74,7 +75,7 @@ class TokenFile:
             )
 
     def fingerprint(self) -> bytes:
-        """A hash of what is quick to read: its length, its first and last ids, and `sha256`."""
+        """A hash of its length, its first and last ids, and `sha256`, which are quick to read."""
         digest = hashlib.sha256(f"{len(self.ids)} {self.ids.dtype.str} {self.sha256} ".encode())
         digest.update(self.ids[:_STRETCH].tobytes() + self.ids[-_STRETCH:].tobytes())
         return digest.digest()
@@ -86,7 +87,7 @@ class TokenFile:
 
 
 class TokenFiles:
-    """The ids of several files, one after the other."""
+    """The ids of several files, joined."""
 
     def __init__(self, files: Sequence[TokenFile], vocab_size: int) -> None:
         """Ids must be below `vocab_size`, which is checked as they are read."""
@@ -112,9 +113,9 @@ class TokenFiles:
         return ids
 
     def look(self) -> None:
-        """Raise ConfigError if a file that is not large, or a sample of a large one, has an id beyond the vocabulary.
+        """Raise ConfigError for an id beyond the vocabulary, in small files and in samples of large ones.
 
-        Reads some megabytes in all.
+        It reads a few megabytes in all.
         """
         samples = max(2, SAMPLES // len(self._files))
         for file in self._files:
@@ -137,9 +138,9 @@ class TokenFolder:
     """Files of tokens to train on and to evaluate on.
 
     Attributes:
-        source: what the user gave, for errors.
-        training, held_out: the files; each at least one.
-        identity, vocab_size: of the tokenizer that made them; `IDS` if that is not known.
+        source: the user's value of --data, for errors.
+        training, held_out: the files; at least one of each.
+        identity, vocab_size: those of the tokenizer that made them; the identity is `IDS` if it is not known.
     """
 
     source: str
@@ -179,7 +180,7 @@ class TokenFolder:
             )
 
     def corpus(self, tokenizer: Tokenizer) -> Corpus:
-        """The tokens. Raises ConfigError if another tokenizer made them, as far as a quick look at their ids shows."""
+        """The tokens. Raises ConfigError if a quick look at their ids shows that another tokenizer made them."""
         self.check_tokenizer(tokenizer)
         vocab_size = tokenizer.vocab_size
         digest = hashlib.sha256(b"".join(file.fingerprint() for file in (*self.training, *self.held_out))).hexdigest()
@@ -222,7 +223,7 @@ def _prepared(folder: Path, meta: Meta) -> TokenFolder:
 
 
 def _given(source: str, paths: Iterable[Path]) -> TokenFolder:
-    """Files of nanoGPT, llm.c or modded-nanogpt. Those whose names have the word "val" are held out."""
+    """Open files of nanoGPT, llm.c or modded-nanogpt. Those whose names have the word "val" are held out."""
     training: list[TokenFile] = []
     held_out: list[TokenFile] = []
     for path in paths:
@@ -284,12 +285,12 @@ def _open(path: Path) -> TokenFile:
 
 
 def _wider_than_two_bytes(ids: NDArray[Any]) -> int | None:
-    """4 or 8 if these uint16 look like the parts of ids with so many bytes; None if they look like ids.
+    """4 or 8 if these uint16 look like parts of ids of 4 or 8 bytes; None if they look like ids.
 
     The upper half of an id of 4 bytes is smaller than most lower halves, and below MAX_VOCAB_SIZE / 2**16. In no text
     is every second id that small.
     """
-    whole = ids[: len(ids) // 4 * 4]  # whatever may follow the last whole id
+    whole = ids[: len(ids) // 4 * 4]  # the file may end within an id
     if len(whole) < _FEWEST:
         return None
     starts = np.linspace(0, max(0, len(whole) - _STRETCH), _STRETCHES).astype(np.int64) // 4 * 4

@@ -27,7 +27,7 @@ class TokenInfo:
     """A summary of a directory of token files.
 
     Attributes:
-        tokenizer: identity of the tokenizer, or "ids" if it is not known; `name`: what the user called it.
+        tokenizer: identity of the tokenizer, or "ids" if it is not known; `name`: the user's name for it.
         documents: None if the files do not say it.
         begins, held_out_begins: how the texts begin; empty without a tokenizer.
         checked: whether everything was read.
@@ -70,7 +70,7 @@ class TokenInfo:
 def describe(directory: Path, *, check: bool, tokenizer_name: str | None = None) -> TokenInfo:
     """Look into a directory of token files; with `check`, read all of them.
 
-    `tokenizer_name`: what the user takes for the tokenizer that made them. Raises ConfigError if a file is bad, or
+    `tokenizer_name`: the tokenizer that made them, according to the user. Raises ConfigError if a file is bad, or
     another tokenizer made them.
     """
     folder = open_tokens(str(directory))

@@ -37,7 +37,7 @@ from p2ptrain.training.hub import first_line, is_hub_there
 TOKENIZER_FILE = "tokenizer.json"
 # Joiners get the file from other peers. Tokenizers of 262,144 ids have files of up to 33 MB, of 50,257 ids 1.4 to 3.6.
 MAX_FILE_BYTES = 8 * 2**20
-# As most models name the token between documents.
+# The usual name of the token between documents.
 SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # One id for each byte, and the separator: a smaller vocabulary cannot hold all text.
@@ -50,7 +50,7 @@ class TokenizerFile:
     """A tokenizer of a tokenizer.json."""
 
     def __init__(self, file: bytes, origin: str) -> None:
-        """`origin` names the file in errors. Raises ConfigError if it is none that can be used."""
+        """`origin` names the file in errors. Raises ConfigError if the file cannot be used."""
         if len(file) > MAX_FILE_BYTES:
             too_many = f"has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners"
             raise ConfigError(f"{origin}: {too_many}; give a smaller one")
@@ -58,7 +58,7 @@ class TokenizerFile:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
         # A text that mentions a special token does not become one, as in nanoGPT.
         self._tokenizer.encode_special_tokens = True
-        # These would cut texts, or fill them up.
+        # Truncation would cut texts, and padding would lengthen them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -127,9 +127,9 @@ def find_tokenizer(name: str) -> Tokenizer | None:
 
 
 def read_tokenizer(folder: Path, identity: str, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer with this identity: one without a file, or that of the folder's tokenizer.json.
+    """The tokenizer with this identity: one that needs no file, or that of the folder's tokenizer.json.
 
-    None if that file is missing or another one. Raises ConfigError if it cannot be used.
+    None if that file is missing, or is another tokenizer. Raises ConfigError if it cannot be used.
     """
     if identity in _WITHOUT_FILE:
         return _WITHOUT_FILE[identity]()
@@ -145,7 +145,7 @@ def read_tokenizer(folder: Path, identity: str, vocab_size: int) -> Tokenizer | 
 
 
 def as_file(tokenizer: Tokenizer) -> bytes:
-    """The content of a tokenizer.json that does what the tokenizer does, also for characters and bytes."""
+    """The content of a tokenizer.json that works like this tokenizer, also for characters and bytes."""
     if tokenizer.file:
         return tokenizer.file
     if isinstance(tokenizer, Bytes):
@@ -195,7 +195,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
 
 
 def _valid(text: str) -> str:
-    """The text without halves of surrogate pairs, which JSON can hold, and which are no text to the library."""
+    """The text without halves of surrogate pairs. JSON can hold them, and the library refuses them."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 

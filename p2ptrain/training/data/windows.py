@@ -60,7 +60,7 @@ class RandomWindows:
         numbers = generator.integers(self._ends[-1], size=self._batch_size)
         starts = numbers + self._shifts[np.searchsorted(self._ends, numbers, side="right")]
         batch = _batch(self._tokens, starts, self._context)
-        # Only now: a batch that cannot be read is the next one after a restart with better data.
+        # Advance only now, so that a batch that cannot be read is tried again after a restart with better data.
         self._position += 1
         return batch
 
@@ -75,8 +75,8 @@ class RandomWindows:
 def fixed_windows(tokens: Tokens, *, context: int, count: int) -> Batch:
     """Return `count` windows spread evenly over `tokens`, or fewer: as many as fit without overlap, at least one.
 
-    A function of its arguments, so that all peers with the same held-out tokens evaluate on the same windows. Returns
-    inputs and targets, int64 (windows, context) each. Raises ConfigError if `tokens` is shorter than one window.
+    All peers with the same held-out tokens evaluate on the same windows. Returns inputs and targets, int64 (windows,
+    context) each. Raises ConfigError if `tokens` is shorter than one window.
     """
     _check_length(tokens, context, "hold out")
     count = min(count, (len(tokens) - 1) // context)
@@ -96,7 +96,7 @@ def _check_length(tokens: Tokens, context: int, purpose: str) -> None:
 
 
 class ReadAhead:
-    """The batches of a stream, each read while the one before is used. Same batches, same state as without it."""
+    """Reads each batch of a stream in a thread, while the one before is used. Batches and state are the same."""
 
     def __init__(self, windows: RandomWindows, *, pin: bool) -> None:
         """`pin`: put batches into pinned memory, from which a GPU copies while it computes."""
@@ -110,7 +110,7 @@ class ReadAhead:
         """The next batch; blocks if it is still being read. Raises ConfigError if tokens are beyond the vocabulary."""
         waiting = self._next or self._thread.submit(self._read)
         batch = waiting.result()
-        # The state after the batch that is returned: the thread is already reading another one.
+        # Keep the state after the returned batch, as the thread goes on to read the next one.
         self._state = self._windows.state_dict()
         self._next = self._thread.submit(self._read)
         return batch

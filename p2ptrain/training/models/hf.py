@@ -16,7 +16,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.training.hub import is_hub_there, library_errors
 
 PREFIX, PRETRAINED = "hf:", ":pretrained"
-# Longer windows than this need memory that few have; a model trains on shorter ones as well.
+# Few machines have the memory for longer windows, and a model also trains on shorter ones.
 MOST_CONTEXT = 4096
 # Each layer takes time and memory, however narrow it is. GPT-3 has 96, Llama 3.1 405B 126, the deepest DeepNet 1,000.
 MOST_LAYERS = 1000

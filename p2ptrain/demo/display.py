@@ -33,29 +33,30 @@ def open_display(console: Console, *, plain: bool) -> Iterator[Show]:
         plain: print only lines, never wrapped, and a progress line every ten seconds; for files and pipes.
     """
     frame: RenderableType = Text()
-    next_notice, next_s = 0, PROGRESS_LINE_EVERY_S
     drawing = Drawing(lambda width, height: frame)
+    next_notice, next_s = 0, PROGRESS_LINE_EVERY_S
 
     def print_line(text: str, style: str = "") -> None:
         console.print(Text(text, style), soft_wrap=True)
 
-    def show(swarm: SwarmView) -> None:
-        nonlocal frame, next_notice, next_s
-        for notice in swarm.notices:
-            if notice.number >= next_notice:
-                say(f"{clock(notice.at_s):>5}  {notice.text}", TONE_STYLES[notice.tone])
-                next_notice = notice.number + 1
-        elapsed_s = time.time() - swarm.began_s
-        if not plain:
-            # Render now: the swarm changes while the terminal's thread draws.
-            frame = render(swarm, time.time(), width=console.width)
-            drawing.update()
-        elif elapsed_s >= next_s and swarm.up:
-            next_s = elapsed_s + PROGRESS_LINE_EVERY_S
-            say(f"{clock(elapsed_s):>5}  {progress_line(swarm)}")
-
     with ExitStack() as stack:
         say = print_line if plain else stack.enter_context(open_terminal(console, drawing)).say
+
+        def show(swarm: SwarmView) -> None:
+            nonlocal frame, next_notice, next_s
+            for notice in swarm.notices:
+                if notice.number >= next_notice:
+                    say(f"{clock(notice.at_s):>5}  {notice.text}", TONE_STYLES[notice.tone])
+                    next_notice = notice.number + 1
+            elapsed_s = time.time() - swarm.began_s
+            if not plain:
+                # Render now: the swarm changes while the terminal's thread draws.
+                frame = render(swarm, time.time(), width=console.width)
+                drawing.update()
+            elif elapsed_s >= next_s and swarm.up:
+                next_s = elapsed_s + PROGRESS_LINE_EVERY_S
+                say(f"{clock(elapsed_s):>5}  {progress_line(swarm)}")
+
         yield show
 
 

@@ -48,12 +48,12 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
         vocab_size=32_000, layers=24, heads=16, width=1024, hidden=3072, context=1024, tied=False
     ),
 }
-# For models of the user without an attribute `context`: as short as the demo model's.
+# The context of users' models without an attribute `context`, as short as the demo model's.
 DEFAULT_CONTEXT = 64
 
 
 def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Module:
-    """Build a model on the CPU. Raises ConfigError if there is none, or its factory does not fit the description below.
+    """Build a model on the CPU. Raises ConfigError if it is unknown, or its factory breaks the rule below.
 
     Args:
         name: a key of PRESETS; hf:NAME or hf:NAME:pretrained; or `package.module:factory`. The factory takes no
@@ -80,14 +80,14 @@ def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Modu
 
 
 def build_of(run: RunConfig) -> nn.Module:
-    """The model of a run with its initial weights, as `build`."""
+    """Build the model of a run, with its initial weights."""
     return build(run.model, vocab_size=run.vocab_size, seed=run.run_seed, context=run.context)
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a preset, a model of transformers or a factory that can be imported.
+    """Raise ConfigError unless `name` is a preset, a model of transformers, or a factory that can be imported.
 
-    Also if the weights do not fit into memory; of a factory that is not known.
+    Raise it also if the weights of a preset, or of a model of transformers, do not fit into memory.
     """
     if name in PRESETS or hf.is_of_transformers(name):
         check_parameters(name, count_parameters(name, vocab_size=0), free_memory_bytes())
@@ -99,9 +99,9 @@ def check_name(name: str) -> None:
 
 
 def count_parameters(name: str, *, vocab_size: int | None, context: int = 0) -> int:
-    """Number of parameters of a model. Only those of the user are built for it. Raises ConfigError as `build` does.
+    """Number of parameters of a model; only users' models are built to count them. Raises ConfigError like `build`.
 
-    `vocab_size`: None for the one that a preset's size was published for, or that of characters.
+    `vocab_size`: None for the published one of a preset, or else that of characters.
     """
     if vocab_size is None:
         vocab_size = (PRESETS[name].vocab_size if name in PRESETS else 0) or RunConfig.vocab_size
@@ -113,13 +113,13 @@ def count_parameters(name: str, *, vocab_size: int | None, context: int = 0) -> 
 
 
 def batch_windows(name: str, context: int, tokens: int | None, ranks: int = 1) -> int:
-    """Windows of each rank of a peer in an inner step: together for about `tokens`, or for the default of the model."""
+    """Windows of each rank in an inner step. Those of all ranks have about `tokens`, or the model's default."""
     wanted = tokens or model_defaults(name).batch_tokens or BATCH_WINDOWS * context
     return max(1, round(wanted / context / ranks))
 
 
 def eval_tokens(name: str, context: int) -> int:
-    """Tokens to evaluate a model on, without a setting of the user: the same on all peers of a run."""
+    """The default number of tokens to evaluate a model on. It is the same on all peers of a run."""
     return EVAL_STEPS * batch_windows(name, context, None) * context
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -62,14 +62,7 @@ def simulate_variants(
                 futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            while not all(future.done() for future in futures):
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
-                for future in futures:
-                    if future.done():
-                        future.result()  # raises the error of a simulation that failed
-                with contextlib.suppress(queue.Empty):
-                    on_progress(*channel.get(timeout=POLL_S))
+            _tell_progress(futures, channel, on_progress, interrupted)
             records = [future.result() for future in futures]
             pool.shutdown()
         except BaseException:
@@ -104,6 +97,20 @@ def progress_bars(experiments: Sequence[Experiment]) -> Iterator[Callable[[int, 
         yield lambda number, step: progress.update(tasks[number], completed=step)
         for task, total in zip(tasks, totals, strict=True):
             progress.update(task, completed=total)
+
+
+def _tell_progress(
+    futures: Sequence[Future[Records]], channel: Any, on_progress: Callable[[int, int], None], stop: threading.Event
+) -> None:
+    """Wait until all are done, and pass on their progress. Raises the first failure, or KeyboardInterrupt on `stop`."""
+    while not all(future.done() for future in futures):
+        if stop.is_set():
+            raise KeyboardInterrupt
+        for future in futures:
+            if future.done():
+                future.result()
+        with contextlib.suppress(queue.Empty):
+            on_progress(*channel.get(timeout=POLL_S))
 
 
 def _prepare(channel: Any) -> None:

@@ -54,7 +54,7 @@ class TokenizerFile:
         if len(file) > MAX_FILE_BYTES:
             too_many = f"has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners"
             raise ConfigError(f"{origin}: {too_many}; give a smaller one")
-        with _errors_of_library(f"{origin}: is not a tokenizer.json", "give one that Hugging Face's tokenizers wrote"):
+        with _library_errors(f"{origin}: is not a tokenizer.json", "give one that Hugging Face's tokenizers wrote"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
         # A text that mentions a special token does not become one, as in nanoGPT.
         self._tokenizer.encode_special_tokens = True
@@ -72,19 +72,17 @@ class TokenizerFile:
         self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        with _errors_of_library(
-            f"{self._origin}: cannot encode a text", "give a tokenizer that has an id for every text"
-        ):
+        with _library_errors(f"{self._origin}: cannot encode a text", "give a tokenizer that has an id for every text"):
             encoded = self._tokenizer.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        with _errors_of_library(f"{self._origin}: cannot write ids as text", "give another tokenizer"):
+        with _library_errors(f"{self._origin}: cannot write ids as text", "give another tokenizer"):
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 @contextmanager
-def _errors_of_library(what: str, fix: str) -> Iterator[None]:
+def _library_errors(what: str, fix: str) -> Iterator[None]:
     """Raise ConfigError for any error of the library: it raises plain Exception, and where it panics PanicException.
 
     It panics at many kinds of odd files, and when the search for a regular expression takes too many tries. The file

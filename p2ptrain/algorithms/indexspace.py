@@ -26,8 +26,6 @@ import torch
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.joined_tensors import JoinedTensors
 
-# Rows that are mixed at once. Three buffers of 256 KiB stay in a core's second-level cache.
-_MIXED_ROWS = 1024
 # Values of one piece, where copying or changing goes in pieces: 2 MiB, well below a millisecond.
 _PIECE_VALUES = 2**19
 
@@ -351,66 +349,3 @@ def _full_blocks(tensor: torch.Tensor) -> torch.Tensor:
 def _tail(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a contiguous tensor after its last full block, as a view."""
     return tensor.view(-1)[tensor.numel() // BLOCK * BLOCK :]
-
-
-def rms_of(rows: torch.Tensor, plan: BlockPlan) -> float:
-    """Root mean square of (n, 64) values whose padding is zero."""
-    return float(torch.linalg.vector_norm(rows)) / math.sqrt(max(1, plan.numel))
-
-
-def mix_clipped(
-    view: WeightView,
-    plan: BlockPlan,
-    received: torch.Tensor,
-    weight: float | torch.Tensor,
-    max_rms: float | None,
-    own: torch.Tensor | None = None,
-) -> float:
-    """Move the plan's blocks towards received ones: θ += weight · (received - θ), with the current θ.
-
-    With weight ½ two peers that exchange a block meet halfway, without a snapshot or a reply. Nothing changes if
-    the difference is too large or not finite.
-
-    Args:
-        view: the weights.
-        received: (n, 64) float32 CPU, only read.
-        weight: one for all, or (n, 1) float32 CPU.
-        max_rms: largest rms difference that is mixed; None for any finite one.
-        own: the result of `view.gather` just now, which is overwritten; None: gathered here.
-
-    Returns:
-        rms(received - θ) over the parameters in the plan. Nothing was changed if it is above `max_rms` or not
-        finite.
-    """
-    own = view.gather(plan) if own is None else own
-    rms = _mix(view.space, plan, own, received, weight)
-    if math.isfinite(rms) and (max_rms is None or rms <= max_rms):
-        view.scatter(plan, own)
-    return rms
-
-
-@torch.no_grad()
-def _mix(
-    space: IndexSpace, plan: BlockPlan, own: torch.Tensor, received: torch.Tensor, weight: float | torch.Tensor
-) -> float:
-    """Mix blocks in memory, as `mix_clipped` does: own += weight · (received - own).
-
-    Args:
-        own: (n, 64) float32 CPU, the plan's blocks; changed in place.
-        received, weight: as there.
-
-    Returns:
-        rms(received - own) over the parameters in the plan, before.
-    """
-    tails = [(p.rows.start, space.numels[p.tensor] % BLOCK) for p in plan.pieces if p.is_tail]
-    scratch, norm = torch.empty_like(own[:_MIXED_ROWS]), 0.0
-    for start in range(0, len(own), _MIXED_ROWS):
-        rows = slice(start, start + _MIXED_ROWS)
-        mixed, theirs = own[rows], received[rows]
-        difference = torch.sub(theirs, mixed, out=scratch[: len(mixed)])
-        for row, size in tails:
-            if start <= row < start + len(mixed):
-                difference[row - start, size:] = 0
-        norm = math.hypot(norm, float(torch.linalg.vector_norm(difference)))
-        mixed.lerp_(theirs, weight if isinstance(weight, float) else weight[rows])
-    return norm / math.sqrt(max(1, plan.numel))

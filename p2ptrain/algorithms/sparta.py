@@ -1,4 +1,4 @@
-"""The receiver's side of SPARTA gossip: the weight of a fragment, and which fragments to refuse.
+"""The receiver's side of SPARTA gossip: mixing a fragment, its weight, and which fragments to refuse.
 
 Receiver-mix: θ += ½ (received - θ), with the current θ. It needs no snapshot and no reply, and cannot over-correct. In
 simulation it was at least as good as the delta form.
@@ -13,7 +13,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.indexspace import BlockPlan, WeightView
+
+# Rows that are mixed at once. Three buffers of 256 KiB stay in a core's second-level cache.
+_MIXED_ROWS = 1024
 # Two steps are always allowed: with a large p (2 % and a slow link) nothing else would be left.
 _MIN_AGE_STEPS = 2.0
 # The clip rule remembers so many fragments: few enough to forget senders that have left (guess).
@@ -36,6 +42,54 @@ _MIN_RELATIVE = 0.02
 _MAX_REFUSALS = 100
 # Senders whose refusals are counted; beyond it the oldest count is forgotten.
 _MAX_COUNTED = 256
+
+
+def rms_of(rows: torch.Tensor, plan: BlockPlan) -> float:
+    """Root mean square of (n, 64) values whose padding is zero."""
+    return float(torch.linalg.vector_norm(rows)) / math.sqrt(max(1, plan.numel))
+
+
+@torch.no_grad()
+def mix_clipped(
+    view: WeightView,
+    plan: BlockPlan,
+    received: torch.Tensor,
+    weight: float | torch.Tensor,
+    max_rms: float | None,
+    own: torch.Tensor | None = None,
+) -> float:
+    """Move the plan's blocks towards received ones: θ += weight · (received - θ), with the current θ.
+
+    With weight ½ two peers that exchange a block meet halfway, without a snapshot or a reply. Nothing changes if
+    the difference is too large or not finite.
+
+    Args:
+        view: the weights.
+        received: (n, 64) float32 CPU, only read.
+        weight: one for all, or (n, 1) float32 CPU.
+        max_rms: largest rms difference that is mixed; None for any finite one.
+        own: the result of `view.gather` just now, which is overwritten; None: gathered here.
+
+    Returns:
+        rms(received - θ) over the parameters in the plan. Nothing was changed if it is above `max_rms` or not
+        finite.
+    """
+    own = view.gather(plan) if own is None else own
+    tails = [(p.rows.start, view.space.numels[p.tensor] % BLOCK) for p in plan.pieces if p.is_tail]
+    scratch, norm = torch.empty_like(own[:_MIXED_ROWS]), 0.0
+    for start in range(0, len(own), _MIXED_ROWS):
+        rows = slice(start, start + _MIXED_ROWS)
+        mixed, theirs = own[rows], received[rows]
+        difference = torch.sub(theirs, mixed, out=scratch[: len(mixed)])
+        for row, size in tails:
+            if start <= row < start + len(mixed):
+                difference[row - start, size:] = 0
+        norm = math.hypot(norm, float(torch.linalg.vector_norm(difference)))
+        mixed.lerp_(theirs, weight if isinstance(weight, float) else weight[rows])
+    rms = norm / math.sqrt(max(1, plan.numel))
+    if math.isfinite(rms) and (max_rms is None or rms <= max_rms):
+        view.scatter(plan, own)
+    return rms
 
 
 def merge_weights(

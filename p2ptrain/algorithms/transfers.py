@@ -26,9 +26,8 @@ from p2ptrain.algorithms.indexspace import (
     WeightChange,
     WeightView,
     apply_changes,
-    mix_clipped,
-    rms_of,
 )
+from p2ptrain.algorithms.sparta import mix_clipped, rms_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from p2ptrain.algorithms import joined_tensors
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, mix_clipped, rms_of
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
+from p2ptrain.algorithms.sparta import mix_clipped, rms_of
 
 # Full blocks only, a short tail, a scalar, nothing at all, less than a block, and a stack of tails.
 SHAPES = [(4, 64), (5, 13), (), (0, 7), (3,), (2, 3, 5, 7)]

@@ -8,9 +8,9 @@ import torch
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, mix_clipped
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.metrics import disagreement
-from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
+from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights, mix_clipped
 
 
 def make_peers(count: int, num_blocks: int, seed: int = 0) -> list[ParameterView]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, mix_clipped
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.row_shards import row_range
+from p2ptrain.algorithms.sparta import mix_clipped
 from p2ptrain.errors import PeerLostError
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharded_view import ShardedView

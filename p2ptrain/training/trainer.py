@@ -293,31 +293,39 @@ class Trainer:
         only in the first steps: in later ones they average while they compute, and none can try again alone. Raises
         Stopped, and ConfigError if one window is too many, or if their number is fixed.
         """
-        probing, fits, loss = self._probes_left > 0, False, 0.0
-        while not fits:
+        probing = self._probes_left > 0
+        loss: float | None = None
+        while loss is None:
             try:
                 # All ranks must make the same collective calls, whichever of them run out of memory.
                 loss = self._backward(inputs, targets, never if probing else stop)
-                fits = True
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
-                if not self._halves or self.micro_batch == 1 or (self.ranks.size > 1 and not probing):
-                    fix = "train a smaller model" if self.micro_batch == 1 else "give --micro-batch auto, or fewer"
-                    if self.micro_batch > 1 and (self._halves or self._is_sharded):
-                        when = "with --fsdp" if self._is_sharded else "after the first steps of several processes"
-                        fix = f"give a smaller --micro-batch; auto cannot halve it {when}"
-                    short = f"{self._device} is out of memory"
-                    raise ConfigError(f"--micro-batch {self.micro_batch}: {short}; {fix}") from error
-            if probing:
-                fits = not self.ranks.any(not fits)
-            if not fits:
+                if fix := self._memory_fix(probing):
+                    fault = f"--micro-batch {self.micro_batch}: {self._device} is out of memory"
+                    raise ConfigError(f"{fault}; {fix}") from error
+            if probing and self.ranks.any(loss is None):
+                loss = None
+            if loss is None:
                 self.optimizer.zero_grad()
                 self.micro_batch = self._halved(self.micro_batch, "(--micro-batch)")
         if probing:
             average_gradients(self.model.parameters(), self._parallel)
             self._probes_left -= 1
         return loss
+
+    def _memory_fix(self, probing: bool) -> str:
+        """What the user can do when memory does not suffice for a step; empty if the micro-batch can be halved."""
+        if self.micro_batch == 1:
+            return "train a smaller model"
+        if self._is_sharded:
+            return "give a smaller --micro-batch; auto cannot halve it with --fsdp"
+        if not self._halves:
+            return "give --micro-batch auto, or fewer"
+        if self.ranks.size > 1 and not probing:
+            return "give a smaller --micro-batch; auto cannot halve it after the first steps of several processes"
+        return ""
 
     def _halved(self, windows: int, purpose: str) -> int:
         if self._device.type == "cuda":

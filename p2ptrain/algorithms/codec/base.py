@@ -123,6 +123,14 @@ def difference(one: Blocks, other: Blocks, bound: float) -> Blocks:
     return values
 
 
+def row_sums(values: Blocks) -> Blocks:
+    """(n, 1) sums of (n, 64) values. Halves are added to halves: the order of `sum` depends on the vector unit."""
+    while values.shape[1] > 1:
+        half = values.shape[1] // 2
+        values = values[:, :half] + values[:, half:]
+    return values
+
+
 def chunks(num_blocks: int) -> Iterator[slice]:
     """[0, num_blocks) in steps of `CHUNK_BLOCKS`, the last one shorter."""
     return (slice(start, min(start + CHUNK_BLOCKS, num_blocks)) for start in range(0, num_blocks, CHUNK_BLOCKS))

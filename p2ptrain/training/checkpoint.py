@@ -147,7 +147,7 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
         state = {}
         for part in content["state"] if parts is None else parts:
             file = path / f"{part}.safetensors"
-            if _file_digest(file) != content["files"][file.name]["sha256"]:
+            if file_sha256(file) != content["files"][file.name]["sha256"]:
                 raise CheckpointError(f"checkpoint {path} is damaged: {file.name} does not match its hash")
             state[part] = _unpack(content["state"][part], load_file(file))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
@@ -189,7 +189,7 @@ def _write(folder: Path, checkpoint: Checkpoint, serial: int) -> None:
         file = folder / f"{part}.safetensors"
         save_file(tensors, file)
         _sync(file)
-        files[file.name] = {"sha256": _file_digest(file), "size_bytes": file.stat().st_size}
+        files[file.name] = {"sha256": file_sha256(file), "size_bytes": file.stat().st_size}
     content = {"format": FORMAT, "serial": serial, "step": checkpoint.step, "info": dict(checkpoint.info)}
     content |= {"files": files, "state": plain}
     manifest = folder / MANIFEST
@@ -260,7 +260,7 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _file_digest(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -54,7 +54,9 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
             save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
         _share_weights(out)
         if tokenizer.identity != IDS:
-            (out / TOKENIZER_FILE).write_bytes(_without_additions(as_file(tokenizer)))
+            # It must not add tokens around a text: the model was trained without them.
+            content = json.loads(as_file(tokenizer)) | {"post_processor": None}
+            (out / TOKENIZER_FILE).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
             _write_json(out / "tokenizer_config.json", _tokenizer_config(tokenizer, context_length(model)))
     except OSError as error:
         raise ConfigError(f"--out {error.filename or out}: cannot be written ({error.strerror})") from error
@@ -135,11 +137,6 @@ def _llama(model: Llama) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "torch_dtype": "float32",
     }
     return config, {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-
-
-def _without_additions(file: bytes) -> bytes:
-    """Change a tokenizer.json so that it adds no tokens around a text: the model was trained without them."""
-    return json.dumps({**json.loads(file), "post_processor": None}, ensure_ascii=False).encode()
 
 
 def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def given_tokenizer(name: str | None, source: Source) -> Tokenizer | None:
 def first_tokenizer(name: str | None, source: Source, say: Callable[[str], None]) -> Tokenizer:
     """The tokenizer for a run that starts here without a given one. Blocks while it is made."""
     if isinstance(source, TokenFolder):
-        return source.placeholder()
+        return Ids(source.vocab_size)  # a placeholder: it is not known
     if name is None:
         return Characters()
     say(f"making a tokenizer of {trained_size(name):,} ids from {source.source}")

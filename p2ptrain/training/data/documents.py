@@ -110,16 +110,12 @@ def _files(path: Path) -> list[Path]:
     return [file for file in found if file.is_file() and file.stat().st_size]
 
 
-def _stem_suffix(path: Path) -> str:
-    """The suffix of a file's name, without that of its compression."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-
-
 def _units_of(path: Path) -> list[Unit]:
     size, name = path.stat().st_size, str(path)
     if path.suffix == ".parquet":
         return _parquet_units(path)
-    kind: Kind = "jsonl" if _stem_suffix(path) in LINES else "text"
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    kind: Kind = "jsonl" if suffix in LINES else "text"
     if path.suffix in COMPRESSED:
         return [Unit(kind, name, 0, -1, size)]
     if kind == "text":

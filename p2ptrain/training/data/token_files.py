@@ -22,7 +22,7 @@ from p2ptrain.settings.config import MAX_VOCAB_SIZE
 from p2ptrain.settings.files import open_file
 from p2ptrain.training.data.corpus import HELD_OUT_ONE_IN, Corpus
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, read_meta
-from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE, IDS, Ids, Tokenizer
+from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE, IDS, Tokenizer
 from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 
 # The header of llm.c's files: 256 int32, which begin with magic, version and number of tokens.
@@ -161,10 +161,6 @@ class TokenFolder:
             )
         self.check_tokenizer(tokenizer)
         return tokenizer
-
-    def placeholder(self) -> Tokenizer:
-        """A placeholder for an unknown tokenizer."""
-        return Ids(self.vocab_size)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError if another tokenizer made these files, or has another size than they say."""

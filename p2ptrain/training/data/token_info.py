@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.formatting import count
+from p2ptrain.training.checkpoint import file_sha256
 from p2ptrain.training.data.meta import META_FILE, read_meta
 from p2ptrain.training.data.token_files import TokenFile, open_tokens
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
@@ -84,7 +84,7 @@ def describe(directory: Path, *, check: bool, tokenizer_name: str | None = None)
     meta = read_meta(path) if (path / META_FILE).is_file() else None
     if check:
         for shard in meta.shards if meta is not None else ():
-            if _sha256(path / shard.file) != shard.sha256:
+            if file_sha256(path / shard.file) != shard.sha256:
                 raise ConfigError(f"{path / shard.file}: was changed since it was prepared; copy or prepare it again")
         for file in (*folder.training, *folder.held_out):
             _check_ids(file, vocab_size)
@@ -129,8 +129,3 @@ def _check_ids(file: TokenFile, vocab_size: int) -> None:
         worst = int(part.argmax())
         if part[worst] >= vocab_size:
             raise ConfigError(f"{file.beyond(first + worst, vocab_size)}; another tokenizer made these files")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -147,7 +147,8 @@ def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | No
             raise RunMismatchError(f"{error}. The run's settings come from the checkpoint in {out}") from error
         raise
     if not run.model or not run.data:
-        raise ConfigError(f"run {run.run_id!r} was started from Python; join it with p2ptrain.join(model, run_id=…)")
+        fix = "join it from Python with p2ptrain.join(model, run_id=…)"
+        raise ConfigError(f"run {run.run_id!r} was started from Python; {fix}")
     if ":" in run.model and not settings.explicit("model") and found:
         # Another peer must not choose which code runs on this machine.
         raise ConfigError(

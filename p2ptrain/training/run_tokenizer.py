@@ -85,7 +85,7 @@ def tokenizer_of(
             f"--tokenizer FILE.json, or token files as --data"
         )
     if tokenizer.vocab_size != run.vocab_size:
-        sizes = f"run {run.run_id!r} has {run.vocab_size:,} ids, and its tokenizer {tokenizer.vocab_size:,}"
+        sizes = f"run {run.run_id!r} says {run.vocab_size:,} ids, and its tokenizer has {tokenizer.vocab_size:,}"
         raise ConfigError(f"{sizes}: another version of p2ptrain started it; start it again")
     if tokenizer.file and not is_saved:  # a run that only this peer trains cannot be continued without it
         path, fix = out / TOKENIZER_FILE, "free space there, or give another --out"

@@ -167,7 +167,8 @@ def _stdlib_files() -> Iterator[tuple[str, str]]:
             break
         chosen.append((name, path))
     if size_bytes < STDLIB_BYTES // 4:
-        raise ConfigError(f"--data stdlib: {root} holds only {size_bytes} bytes of Python's source; give --data FILE")
+        too_few = f"{root} holds only {size_bytes} bytes of Python's own source"
+        raise ConfigError(f"--data stdlib: {too_few}; give text with --data FILE")
     for name, path in sorted(chosen):
         yield name, _text(path.read_bytes())
 

@@ -115,7 +115,8 @@ def prepare(
     """
     with _locked(out):
         if (out / META_FILE).exists():
-            raise ConfigError(f"--out {out}: holds prepared data already ({META_FILE}); give another, or remove it")
+            held = f"--out {out}: holds prepared data already ({META_FILE})"
+            raise ConfigError(f"{held}; give another --out, or remove it")
         units = tuple(find_units(sources, split))
         for name in (*sources, *(unit.path for unit in units), field, split):
             _check_text(name)

@@ -23,7 +23,8 @@ from p2ptrain.demo.orchestrator import (
     start_bootstrap,
 )
 from p2ptrain.demo.plan import RUN_ID, make_plan, measure_step_s
-from p2ptrain.demo.report import CURVES, SUMMARY, format_report, measure, save_plot
+from p2ptrain.demo.plot import save_plot
+from p2ptrain.demo.report import CURVES, SUMMARY, format_report, measure
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.formatting import count
 from p2ptrain.monitor.swarmview import SwarmView

@@ -15,7 +15,8 @@ from p2ptrain.cli.main import cli
 from p2ptrain.demo import demo
 from p2ptrain.demo.orchestrator import peer_directory
 from p2ptrain.demo.plan import DemoPlan, make_plan
-from p2ptrain.demo.report import Results, format_report, measure, save_plot, smooth
+from p2ptrain.demo.plot import save_plot, smooth
+from p2ptrain.demo.report import Results, format_report, measure
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.table import merge
 from p2ptrain.training import checkpoint

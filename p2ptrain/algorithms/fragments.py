@@ -34,7 +34,7 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How steps go through a cycle: the slots that the model is cut into, and those that one step pushes."""
+    """The walk of steps through a cycle: the number of slots in the model, and the number that one step pushes."""
 
     num_slots: int
     per_step: int
@@ -46,7 +46,7 @@ class Walk:
 
     @classmethod
     def of(cls, fragment_fraction: float) -> Walk:
-        """That of the fewest slots by which a step pushes `fragment_fraction` (above 0, at most 1), within 2 %."""
+        """The walk with the fewest slots whose steps push `fragment_fraction` (above 0, at most 1), within 2 %."""
         for per_step in itertools.count(1):
             num_slots = round(per_step / fragment_fraction)
             if num_slots and abs(per_step / num_slots - fragment_fraction) <= _TOLERANCE * fragment_fraction:

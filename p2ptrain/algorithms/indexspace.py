@@ -27,14 +27,14 @@ from p2ptrain.algorithms import kernels
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.joined_tensors import JoinedTensors
 
-# Values that are copied or changed at once where that goes in pieces: 2 MiB, well below a millisecond.
+# Values of one piece, where copying or changing goes in pieces: 2 MiB, well below a millisecond.
 _PIECE_VALUES = 2**19
 
 BLOCK_BYTES = 4 * BLOCK
 
 Items = npt.NDArray[np.void]
 WeightChange = Callable[[], object]
-# Of tensors, each with as many values of a flat vector.
+# Changes some tensors. The second list has as many values of a flat vector for each.
 _Change = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 _Section = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Where the blocks of one fragment lie. Made by `IndexSpace.plan`; immutable, so threads may share it.
+    """The places of a fragment's blocks. `IndexSpace.plan` makes it; it is immutable, so threads may share it.
 
     Attributes:
         blocks: (n,) int64, sorted block numbers of the flat layout, each at most once.
@@ -70,7 +70,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """A plan, and where its blocks lie in the memory of one view's parameters. Made by `ParameterView.place`.
+    """A plan, and the places of its blocks in the memory of one view's parameters. `ParameterView.place` makes it.
 
     Attributes:
         index: (n,) int64 on the device of the first parameter. Of a block in `together`, its row of the joined
@@ -134,7 +134,7 @@ class IndexSpace:
 
 
 class FlatView(Protocol):
-    """How an exchange reads and writes a whole flat vector. The methods are described at `ParameterView`."""
+    """A whole flat vector that an exchange reads and writes. `ParameterView` describes the methods."""
 
     @property
     def space(self) -> IndexSpace: ...
@@ -206,7 +206,7 @@ class ParameterView:
 
     @torch.no_grad()
     def gather_on_device(self, placed: PlacedPlan) -> torch.Tensor:
-        """As `gather`, on the device of the first parameter. If all are there, the host waits for nothing."""
+        """Like `gather`, on the device of the first parameter. If all are there, the host waits for nothing."""
         gathered = torch.empty(len(placed.index), BLOCK, dtype=torch.float32, device=self._device)
         if self._items and (library := kernels.library()) is not None:
             addresses = self._addresses(placed.plan, placed.apart)
@@ -232,7 +232,7 @@ class ParameterView:
 
     @torch.no_grad()
     def scatter_on_device(self, placed: PlacedPlan, values: torch.Tensor) -> None:
-        """As `scatter`, of `values` on the device of the first parameter. The host waits as for `gather_on_device`."""
+        """Like `scatter`, of `values` on the device of the first parameter. The host waits as in `gather_on_device`."""
         values = values.contiguous()
         if self._items:
             kernels.check_rows(values, len(placed.plan.blocks))
@@ -260,7 +260,7 @@ class ParameterView:
         apply_changes(deque(self.copies(out)))
 
     def copies(self, out: torch.Tensor) -> Sequence[WeightChange]:
-        """What `read` does, in pieces as those of `changes`."""
+        """The work of `read`, cut into pieces as in `changes`."""
         sections = list(self.sections(out))
         return [*(padding.zero_ for _, _, padding in sections if len(padding)), *_in_pieces(_read, sections)]
 

@@ -23,8 +23,8 @@ class JoinedTensors:
     """Tensors of one device and dtype.
 
     Attributes:
-        rows: (r, 64), all memory from the first of the tensors to the end of the last one. What lies between them is
-            other tensors' memory, or unallocated: only their full blocks may be read or written.
+        rows: (r, 64), all memory from the first of the tensors to the end of the last one. Between them lies memory of
+            other tensors, or unallocated memory: only full blocks of the joined tensors may be read or written.
         first_rows: the row at which each of them begins, by its number.
         held: the tensors, which keeps their memory allocated.
     """
@@ -36,11 +36,9 @@ class JoinedTensors:
     @classmethod
     def of(cls, device: torch.device, tensors: Sequence[torch.Tensor]) -> JoinedTensors:
         """Join those on the device that have the dtype of the largest, and lie a whole number of rows from it."""
-        if device.type not in JOINED_ON:
-            return cls(torch.empty(0, BLOCK, dtype=torch.float32, device="cpu"), {}, [])
         fitting = {
             number: tensor.detach()
-            for number, tensor in enumerate(tensors)
+            for number, tensor in enumerate(tensors if device.type in JOINED_ON else ())
             if tensor.device == device and tensor.numel() >= BLOCK and tensor.is_contiguous() and not tensor.is_neg()
         }
         if not fitting:

@@ -45,7 +45,7 @@ class MomentView:
         ParameterView(self.space, self._tensors()).read(out)
 
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """As `ParameterView.changes` for the parameters. The last change sets the moments and the step to `flat`."""
+        """Those of `ParameterView.changes`, and a last one that sets the moments and the step to those of `flat`."""
         parameters = ParameterView(self._own, [parameter.data for parameter in self._parameters])
         return [*parameters.changes(flat[: self._own.num_blocks], adds=adds), lambda: self._set_moments(flat)]
 

@@ -10,7 +10,6 @@ average: federated averaging (McMahan et al., 2017), or a model soup (Wortsman e
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -90,28 +89,15 @@ def outer_step(
     assert all(moment.shape == anchor.shape and moment.flags.c_contiguous for moment in moments[: len(used)])
     assert anchor.shape == mean_gradient.shape
     assert anchor.flags.c_contiguous
-    vectors = anchor.reshape(-1), used, mean_gradient.reshape(-1)
+    flat, gradient = anchor.reshape(-1), mean_gradient.reshape(-1)
     if optimizer == "adam":
-        _adam(*vectors, _adam_factors(lr, momentum, round_ + 1))
+        _adam(flat, used, gradient, _adam_factors(lr, momentum, round_ + 1))
     elif optimizer in _IN_C and (library := kernels.library()) is not None:
-        _native_sgd(library, *vectors, optimizer, np.float32(lr), np.float32(momentum))
+        of, moment = kernels.address, kernels.address(used[0]) if used else None
+        nesterov = optimizer == "nesterov"
+        library.sgd_step(of(flat), moment, of(gradient), flat.size, float(lr), float(momentum), nesterov)
     else:
-        _numpy_sgd(*vectors, optimizer, np.float32(lr), np.float32(momentum))
-
-
-def _native_sgd(
-    library: ctypes.CDLL,
-    anchor: Array,
-    moments: list[Array],
-    gradient: Array,
-    optimizer: str,
-    lr: np.float32,
-    momentum: np.float32,
-) -> None:
-    """What `_numpy_sgd` does, in C."""
-    of, nesterov = kernels.address, optimizer == "nesterov"
-    moment = of(moments[0]) if moments else None
-    library.sgd_step(of(anchor), moment, of(gradient), anchor.size, float(lr), float(momentum), nesterov)
+        _numpy_sgd(flat, used, gradient, optimizer, np.float32(lr), np.float32(momentum))
 
 
 def _numpy_sgd(
@@ -148,7 +134,7 @@ def _adam_factors(lr: float, beta1: float, t: int) -> list[np.float32]:
 
 
 def _adam(anchor: Array, moments: list[Array], gradient: Array, factors: list[np.float32]) -> None:
-    """Adam: what it subtracts from the anchor is finite for finite m and g."""
+    """Adam. The change of the anchor is finite for finite m and g."""
     beta1, rest1, beta2, rest2, root, step = factors
     for chunk, update, other in _chunks(anchor.size):
         g, m, v = gradient[chunk], moments[0][chunk], moments[1][chunk]

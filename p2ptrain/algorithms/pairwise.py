@@ -47,47 +47,28 @@ def pairwise_step(
         momentum: μ, in [0, 1).
         scale: of the partner's difference from φ (see `clip_scale`).
     """
+    rate, friction, factor = np.float32(lr), np.float32(momentum), np.float32(scale)
     for rows in _chunks(own):
-        _step_chunk(
-            anchor[rows],
-            moment[rows],
-            own[rows],
-            None if partner is None else partner[rows],
-            lr=np.float32(lr),
-            momentum=np.float32(momentum),
-            scale=np.float32(scale),
-        )
-
-
-def _step_chunk(
-    anchor: Array,
-    moment: Array,
-    own: Array,
-    partner: Array | None,
-    *,
-    lr: np.float32,
-    momentum: np.float32,
-    scale: np.float32,
-) -> None:
-    own -= anchor
-    if partner is None:
-        update = own * lr
-    else:
-        update = partner
-        update -= anchor
-        update *= scale
-        update += own
-        update *= np.float32(0.5)
-        update *= lr
-    moment *= momentum
-    moment += update
-    # φ + m − θ, without rounding to the size of φ in between.
-    np.subtract(moment, own, out=own)
-    anchor += moment
+        phi, m, theta = anchor[rows], moment[rows], own[rows]
+        theta -= phi
+        if partner is None:
+            update = theta * rate
+        else:
+            update = partner[rows]
+            update -= phi
+            update *= factor
+            update += theta
+            update *= np.float32(0.5)
+            update *= rate
+        m *= friction
+        m += update
+        # φ + m − θ, without rounding to the size of φ in between.
+        np.subtract(m, theta, out=theta)
+        phi += m
 
 
 def clip_scale(own: float, before: Sequence[float], partner: float) -> float:
-    """By how much to scale a partner's difference from our anchor, so that one liar does not move us far.
+    """The factor by which to scale a partner's difference from our anchor, so that one liar does not move us far.
 
     Self-centred clipping (He, Karimireddy and Jaggi, 2022). The limit is `MOST_TIMES` × the larger of ours and
     the median of the last partners'. Ours alone falls with the learning rate, while anchors stay apart. An honest
@@ -95,15 +76,15 @@ def clip_scale(own: float, before: Sequence[float], partner: float) -> float:
 
     Args:
         own: the Euclidean norm of θ − φ, both ours.
-        before: those of the last partners' θ − our φ, one for each, as scaled then.
-        partner: that of this partner's.
+        before: the norms of the last partners' θ − our φ, one for each partner, after scaling.
+        partner: the norm of this partner's θ − our φ.
     """
     usual = max(own, statistics.median_low(before) if before else 0.0)
     return min(1.0, MOST_TIMES * usual / partner) if partner > 0 else 1.0
 
 
 def is_usual(sample: Array, others: Sequence[Array]) -> bool:
-    """Whether a sample of an anchor is near the elementwise median of all, of which the minority may be lies."""
+    """Whether a sample of an anchor is near the elementwise median of all samples, of which a minority may be lies."""
     median = np.median([sample, *others], axis=0).astype(np.float32)
     return squared_distance(median, sample) <= MOST_APART**2 * float(np.vdot(median, median))
 
@@ -119,7 +100,7 @@ def squared_distance(own: Array, partner: Array) -> float:
 
 
 def spread(own: Array, partner: Array) -> float:
-    """How far one peer's anchor is from the mean of all, estimated from two, relative to the rms of ours.
+    """The distance of a peer's anchor from the mean of all, estimated from two anchors, relative to the rms of ours.
 
     The unbiased variance of two values is half of the square of their difference. 0 for equal anchors, 1 for unrelated
     ones of one size.
@@ -129,7 +110,7 @@ def spread(own: Array, partner: Array) -> float:
 
 
 def swap_bytes(codec: Codec, num_blocks: int) -> int:
-    """What each of two partners sends in one step, without frames."""
+    """The bytes that each of two partners sends in one step, without frames."""
     return codec.size_bytes(num_blocks) + codec.size_bytes(len(sample_blocks(num_blocks)))
 
 

@@ -9,8 +9,7 @@ under several identities counts several times. Of two contributors none can be t
 weighted mean. None of them notices values that honest training could have sent.
 Without any attacker they cost a little loss, as an honest peer that differs from the others counts less than it should.
 
-Memory: the decoded chunk of every contributor and its ranks, k · 384 KiB, four times that of a
-large model. Time with 8
+Memory: the decoded chunk of every contributor and its ranks, k · 384 KiB, four times that of a large model. Time with 8
 contributors on one core (measured): 11 (trimmed) to 18 ns for each value and contributor; 1.4 for the weighted mean.
 
 As in `averaging`, every operation is rounded separately, and sums have a fixed order: no BLAS, and no `numpy.sum`,
@@ -32,7 +31,7 @@ from p2ptrain.algorithms.codec import Codec, Encoded
 
 Array = npt.NDArray[np.float32]
 
-# Of each end, the share of the values that `trimmed_mean` drops: two liars of eight.
+# Share of the values that `trimmed_mean` drops at each end: two liars of eight.
 _TRIMMED = 0.25
 # CenteredClip and Weiszfeld begin at the median, which is near already: three are enough (RFA, section 5). CenteredClip
 # from zero gave losses no further apart than those of two seeds, with and without liars (measured).

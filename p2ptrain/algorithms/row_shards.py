@@ -30,7 +30,7 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds of some blocks. All are (m,) int64, in the order of the blocks.
+    """The parts of some blocks that one rank holds. All are (m,) int64, in the order of the blocks.
 
     Attributes:
         rows: which of the given blocks.
@@ -45,7 +45,7 @@ class Held:
 
 
 class RowShard:
-    """What one rank holds of the flat layout: some rows of each tensor.
+    """The part of the flat layout that one rank holds: some rows of each tensor.
 
     Attributes:
         ranges: for each tensor the values [start, stop) that the rank holds, of the flattened tensor.
@@ -69,7 +69,7 @@ class RowShard:
             first_blocks += [int(space.tensor_starts[tensor]) + value // BLOCK for value in (start, border)]
             columns += [start % BLOCK, 0]
         self.space = IndexSpace(segments)
-        # Of the segments that are not empty: in this order their blocks ascend.
+        # The segments that are not empty. In this order their blocks ascend.
         kept = np.flatnonzero(self.space.numels)
         self._first_blocks = np.array(first_blocks, np.int64)[kept]
         self._first_numbers = self.space.tensor_starts[:-1][kept]
@@ -85,7 +85,7 @@ class RowShard:
         return views
 
     def held(self, blocks: Numbers) -> Held:
-        """Find what the rank holds of some blocks of the flat layout. `blocks`: (n,) int64, ascending."""
+        """Find the parts of some blocks that the rank holds. `blocks`: (n,) int64, ascending, of the flat layout."""
         if not len(self._numels):
             none = np.zeros(0, np.int64)
             return Held(none, none, none, none)
@@ -102,7 +102,7 @@ class RowShard:
 
 
 def put(held: Held, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy what a rank holds, (m, 64) from its own view, to its place in `out`, (n, 64); the rest stays as it is."""
+    """Copy a rank's parts, (m, 64) from its own view, to their places in `out`, (n, 64); the rest of it stays."""
     whole = np.flatnonzero(held.widths == BLOCK)
     out.numpy()[held.rows[whole]] = values.numpy()[whole]
     for part in np.flatnonzero(held.widths < BLOCK).tolist():
@@ -111,7 +111,7 @@ def put(held: Held, values: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def take(held: Held, values: torch.Tensor) -> torch.Tensor:
-    """Return what a rank holds of `values`, (n, 64), as (m, 64) for its own view."""
+    """Return a rank's parts of `values`, (n, 64), as (m, 64) for its own view."""
     taken = torch.from_numpy(values.numpy()[held.rows])
     for part in np.flatnonzero(held.columns).tolist():
         column, width = int(held.columns[part]), int(held.widths[part])

@@ -1,4 +1,4 @@
-"""The receiver's side of SPARTA gossip: the weight of a fragment, and which fragments to refuse.
+"""The receiver's side of SPARTA gossip: the weight of a fragment, and which fragments to refuse; `mixing` mixes it.
 
 Receiver-mix: θ += ½ (received - θ), with the current θ. It needs no snapshot and no reply, and cannot over-correct. In
 simulation it was at least as good as the delta form.
@@ -18,12 +18,12 @@ import numpy.typing as npt
 _MIN_AGE_STEPS = 2.0
 # The clip rule remembers so many fragments: few enough to forget senders that have left (guess).
 _WINDOW = 64
-# Before so many, nothing is known of the others.
+# With fewer fragments the rule knows nothing about the senders.
 _WARM = 8
 # Within an interval between rounds the disagreement grows from nearly nothing. Four times the recent median lets that
 # pass (guess).
 _MIXED_FACTOR = 4.0
-# What most senders have in common is normal, also if it was refused until now.
+# A distance that most senders have is normal, even if it was refused until now.
 _SEEN_FACTOR = 1.1
 # No fragment farther than this times rms(θ) is mixed: it holds little of θ. Zeros are at 1.0, unrelated weights of the
 # same size at 1.4, a flipped sign at 2.0. Honest peers were at 0.55 at most with rounds (simulated: 4 peers that began
@@ -112,7 +112,7 @@ class ClipRule:
         return min(most, max(self._normal, _MIN_RELATIVE * own_rms))
 
     def record(self, sender: str, rms: float, *, mixed: bool) -> None:
-        """Record a fragment's distance. One equal to θ (rms 0) says nothing about others."""
+        """Record a fragment's distance. A fragment equal to θ (rms 0) does not count as a sample of what is normal."""
         if mixed:
             self._refused.pop(sender, None)
         else:
@@ -127,9 +127,9 @@ class ClipRule:
         self._normal = max(_MIXED_FACTOR * _median_of(latest_mixed), _SEEN_FACTOR * _median_of(latest))
 
     def is_outlier(self, sender: str) -> bool:
-        """Whether a sender was refused 100 times in a row, and another one was mixed lately. Counts anew after it.
+        """Whether a sender was refused 100 times in a row, and another one was mixed lately. It then counts from 0.
 
-        Among two peers nobody can tell which one is far off.
+        Among two peers nobody can tell which one is wrong.
         """
         if self._refused.get(sender, 0) < _MAX_REFUSALS:
             return False
@@ -138,5 +138,5 @@ class ClipRule:
 
 
 def _median_of(distances: Mapping[str, float]) -> float:
-    """Of an even number the lower one; 0 for none."""
+    """The median; the lower of the middle two, and 0 without distances."""
     return statistics.median_low(distances.values()) if distances else 0.0

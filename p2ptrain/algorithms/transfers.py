@@ -1,8 +1,8 @@
 """Transfers between a model's weights and host memory. One may end later than the step that starts it.
 
 An exchange starts a transfer in one `step()`, and finishes it in the first step that finds it done, or in pieces over
-that step and later ones. Weights in this process's memory need no waiting, but copying all of a large model takes the
-training thread long: that is done in pieces (`Pieces`). What is `AtOnce` starts and finishes in one step. On a GPU,
+that step and later ones. Weights in this process's memory need no waiting, but copying a whole large model takes the
+training thread long, so it is done in pieces (`Pieces`). Transfers `AtOnce` start and finish in one step. On a GPU,
 copies go beside training instead of stopping the device (`peer/device_transfers.py`).
 
 There are two kinds: of fragments, which are some blocks of the parameters, and of all that rounds average, as a vector
@@ -34,7 +34,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Transfer(Protocol[T_co]):
-    """Something that was started. Whoever started it keeps it until it is done: it holds the memory in use."""
+    """A transfer that was started. Keep it until it is done, because it holds the memory in use."""
 
     @property
     def done(self) -> bool:

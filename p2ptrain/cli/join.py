@@ -39,7 +39,7 @@ class JoinCommand(SettingsCommand):
         launch = launch_of(os.environ)
         if launch.rank == 0:
             return super().invoke(ctx)
-        from p2ptrain.training.follow import follow
+        from p2ptrain.training.job import follow
 
         return follow(launch)
 

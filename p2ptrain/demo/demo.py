@@ -1,4 +1,4 @@
-"""Run the demo: train, measure, report. Its output directory is replaced by the next demo, and by nothing else."""
+"""Runs the demo: trains, measures, reports. Only the next demo replaces its output directory."""
 
 from __future__ import annotations
 
@@ -100,9 +100,8 @@ def claim_demo_directory(out: Path) -> Iterator[None]:
         ConfigError: it is in use or not writable, or holds files but no earlier demo.
     """
     if out.is_dir() and any(out.iterdir()) and not (out / MARKER).exists():
-        raise ConfigError(
-            f"--out {out} is not empty, and no earlier demo wrote it; give another directory, or remove this one"
-        )
+        foreign = f"--out {out} is not empty, and no earlier demo wrote it"
+        raise ConfigError(f"{foreign}; give another directory, or remove this one")
     with claim_out(str(out), RUN_ID, joins=False):
         (out / MARKER).write_text("Written by `p2ptrain demo`; the next one replaces it.\n", encoding="utf-8")
         for pattern in _WRITTEN:

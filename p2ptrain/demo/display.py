@@ -1,10 +1,10 @@
-"""Show the demo: a line for each notice and, on a terminal, a live table of the peers below them."""
+"""Shows the demo: a line for each notice and, on a terminal, a live table of the peers below the lines."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -26,51 +26,38 @@ Show = Callable[[SwarmView], None]
 
 @contextmanager
 def open_display(console: Console, *, plain: bool) -> Iterator[Show]:
-    """Yields a function that shows the state of the demo, to be called a few times a second.
+    """Yield a function that shows the state of the demo; call it a few times a second. It prints each notice once.
 
     Args:
         console: where to show it.
         plain: print only lines, never wrapped, and a progress line every ten seconds; for files and pipes.
     """
-    if plain:
-        lines = _Lines(lambda text, style: console.print(Text(text, style), soft_wrap=True))
-        yield lines.show_with_progress
-        return
     frame: RenderableType = Text()
     drawing = Drawing(lambda width, height: frame)
-    with open_terminal(console, drawing) as terminal:
-        lines = _Lines(terminal.say)
+    next_notice, next_s = 0, PROGRESS_LINE_EVERY_S
+
+    def print_line(text: str, style: str = "") -> None:
+        console.print(Text(text, style), soft_wrap=True)
+
+    with ExitStack() as stack:
+        say = print_line if plain else stack.enter_context(open_terminal(console, drawing)).say
 
         def show(swarm: SwarmView) -> None:
-            nonlocal frame
-            lines.show(swarm)
-            # Render now: the swarm changes while the terminal's thread draws.
-            frame = render(swarm, time.time(), width=console.width)
-            drawing.update()
+            nonlocal frame, next_notice, next_s
+            for notice in swarm.notices:
+                if notice.number >= next_notice:
+                    say(f"{clock(notice.at_s):>5}  {notice.text}", TONE_STYLES[notice.tone])
+                    next_notice = notice.number + 1
+            elapsed_s = time.time() - swarm.began_s
+            if not plain:
+                # Render now: the swarm changes while the terminal's thread draws.
+                frame = render(swarm, time.time(), width=console.width)
+                drawing.update()
+            elif elapsed_s >= next_s and swarm.up:
+                next_s = elapsed_s + PROGRESS_LINE_EVERY_S
+                say(f"{clock(elapsed_s):>5}  {progress_line(swarm)}")
 
         yield show
-
-
-class _Lines:
-    """Prints each notice once."""
-
-    def __init__(self, say: Callable[[str, str], None]) -> None:
-        self._say = say
-        self._next_notice = 0
-        self._next_s = PROGRESS_LINE_EVERY_S
-
-    def show(self, swarm: SwarmView) -> None:
-        for notice in swarm.notices:
-            if notice.number >= self._next_notice:
-                self._say(f"{clock(notice.at_s):>5}  {notice.text}", TONE_STYLES[notice.tone])
-                self._next_notice = notice.number + 1
-
-    def show_with_progress(self, swarm: SwarmView) -> None:
-        self.show(swarm)
-        elapsed_s = time.time() - swarm.began_s
-        if elapsed_s >= self._next_s and swarm.up:
-            self._next_s = elapsed_s + PROGRESS_LINE_EVERY_S
-            self._say(f"{clock(elapsed_s):>5}  {progress_line(swarm)}", "")
 
 
 def progress_line(swarm: SwarmView) -> str:

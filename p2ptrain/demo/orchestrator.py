@@ -1,4 +1,4 @@
-"""The processes of the demo: start them, kill a peer, add one, wait. All end with the demo, however it ends."""
+"""The processes of the demo: starts them, kills a peer, adds one, waits. All end with the demo, however it ends."""
 
 from __future__ import annotations
 
@@ -52,12 +52,10 @@ class Process:
         # Without P2PTRAIN_ variables, so that the user's settings do not change the demo.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         env = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        none, joined = subprocess.DEVNULL, subprocess.STDOUT
-        with log.open("wb") as output:
-            # A separate session: Ctrl-C in the terminal reaches only us, and we stop the processes.
-            self._popen = subprocess.Popen(
-                command, stdin=none, stdout=output, stderr=joined, env=env, start_new_session=True
-            )
+        with log.open("wb") as out:
+            # In a session of its own: Ctrl-C in the terminal reaches only the demo, which then stops its processes.
+            none = subprocess.DEVNULL
+            self._popen = subprocess.Popen(command, stdin=none, stdout=out, stderr=out, env=env, start_new_session=True)
         self.pid = self._popen.pid
 
     @property
@@ -219,7 +217,7 @@ class Orchestrator:
             swarm.add_notice(time.time(), f"peer {swarm.late} started; it knows only the address of the bootstrap node")
         others = [process for number, process in self._peers.items() if number != swarm.late]
         if swarm.late and not swarm.joined_at and all(process.exit_status is not None for process in others):
-            # Without other peers it would start the run again.
+            # Alone, it would start the run again.
             swarm.peers[swarm.late].state = PeerState.TOO_LATE
             self._peers[swarm.late].kill()
 
@@ -232,7 +230,7 @@ class Orchestrator:
         return any(min(len(round_.contributors), len(round_.applied)) >= min(3, self._plan.peers) for round_ in last)
 
     def _choose_victim(self) -> int:
-        """The founder; of two peers the one with the larger id, because the smaller id breaks ties of two voters."""
+        """The founder, or of two peers the one with the larger id, as the smaller id breaks ties of two voters."""
         if self._plan.peers == 2:
             return max(self._swarm.up, key=lambda peer: peer.peer_id).number
         return next((peer.number for peer in self._swarm.up if peer.founded), self._plan.peers)

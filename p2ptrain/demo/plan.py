@@ -1,4 +1,4 @@
-"""Plan the demo: how fast its peers are here, how long the run takes, when a peer is killed and another one joins."""
+"""Plans the demo: measures a step, and chooses the run's length, when a peer is killed and when another one joins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from p2ptrain.training.models import batch_windows, build, context_length
 from p2ptrain.training.trainer import Trainer, TrainingData
 
 RUN_ID = "p2ptrain-demo"
-# Two before the kill, one without the killed peer, two with the late peer, and the last one.
+# Two rounds before the kill, one without the killed peer, two with the late peer, and the last one.
 ROUNDS = 6
 MIN_SYNC_EVERY = 25
 # Shares of the run's steps. The kill also waits until a round has landed: before, the founder is the only voter.
@@ -30,8 +30,8 @@ LATE_START_S = 12.0
 END_S = 6.0
 # Enough for a late peer to start and train.
 MIN_TRAINING_S = 2 * LATE_START_S
-# From the start of the bootstrap node to its addresses, on the same machine: how much longer it takes now is how much
-# longer everything takes that is started. Beyond MAX_SLOWNESS a demo would become too long.
+# From the start of the bootstrap node to its addresses, on the same machine. If it takes longer now, every start takes
+# longer by the same factor. Beyond MAX_SLOWNESS a demo would become too long.
 BOOTSTRAP_START_S = 3.0
 MAX_SLOWNESS = 4.0
 MODEL = "gpt-demo"
@@ -67,19 +67,20 @@ class DemoPlan:
     @property
     def run_flags(self) -> list[str]:
         """The run's settings, as flags of `p2ptrain join`."""
-        settings = {
-            "run-id": RUN_ID,
-            "steps": self.steps,
-            "sync-every": self.sync_every,
-            # p = 2 %: keeps the correlation of the demo model's peers above 0.999 (measured).
-            "fragment-fraction": 0.02,
-            # A plain mean: with fewer than 20 rounds Nesterov's momentum overshoots (measured).
-            "outer-lr": 1,
-            "outer-momentum": 0,
-            "warmup-steps": min(50, self.steps // 8),
-            "run-seed": self.seed,
-        }
-        return as_flags(settings)
+        return as_flags(
+            {
+                "run-id": RUN_ID,
+                "steps": self.steps,
+                "sync-every": self.sync_every,
+                # p = 2 %: keeps the correlation of the demo model's peers above 0.999 (measured).
+                "fragment-fraction": 0.02,
+                # A plain mean: with fewer than 20 rounds Nesterov's momentum overshoots (measured).
+                "outer-lr": 1,
+                "outer-momentum": 0,
+                "warmup-steps": min(50, self.steps // 8),
+                "run-seed": self.seed,
+            }
+        )
 
     def peer_seed(self, number: int) -> int:
         """Seed of the text that a peer trains on."""
@@ -87,7 +88,7 @@ class DemoPlan:
 
 
 def as_flags(settings: Mapping[str, object]) -> list[str]:
-    """Settings by name as arguments of a command."""
+    """Arguments of a command for these settings."""
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
@@ -145,5 +146,4 @@ def _busy_processes(count: int) -> Iterator[None]:
     finally:
         for process in processes:
             process.kill()
-        for process in processes:
             process.wait()

@@ -12,6 +12,7 @@ from p2ptrain.monitor.formatting import clock
 from p2ptrain.monitor.plot_style import COLOURS, plot
 from p2ptrain.monitor.swarmview import SwarmView
 
+# Points of a curve of training losses.
 GROUPS = 150
 
 
@@ -51,7 +52,7 @@ def _plot_correlation(axes: Axes, swarm: SwarmView) -> None:
 
 
 def _curve(swarm: SwarmView, points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Seconds since the start, and values."""
+    """The coordinates of a curve: seconds since the start, and values."""
     points = list(points)
     return [t - swarm.began_s for t, _ in points], [value for _, value in points]
 
@@ -62,6 +63,5 @@ def _mark_events(axes: Axes, swarm: SwarmView) -> None:
             number, at_s = event[0], event[1] - swarm.began_s
             axes.axvline(at_s, color=colour, linewidth=1.2, linestyle="--")
             where = ("data", "axes fraction")
-            axes.annotate(
-                f"peer {number} {label}", (at_s, 1.0), (4, -2), where, "offset points", color=colour, va="top"
-            )
+            text = f"peer {number} {label}"
+            axes.annotate(text, (at_s, 1.0), (4, -2), where, "offset points", color=colour, va="top")

@@ -1,4 +1,4 @@
-"""The end of the demo: what the peers' checkpoints and metrics show, and how to do the same across machines."""
+"""The end of the demo: results from the peers' checkpoints and metrics, as a report."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         before = [loss for t, loss in peer.held_out if t < peer.last_round_t]
         results.append(PeerResult(number, peer.own_steps, before[-1] if before else None, trainer.evaluate()))
 
-    # Use the newest, in case a peer missed the last round.
+    # The newest one, in case a peer missed the last round.
     newest = max(checkpoints.values(), key=lambda found: (found.info["round"], found.step))
     anchor = ModelParts(model).unflatten(newest.state["peer"]["anchor"])
     model.load_state_dict(anchor, strict=False)
@@ -113,6 +113,8 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
     merged = checkpoint.Checkpoint(newest.step, info, {"model": model.state_dict()})
     correlations = [found.value for found in swarm.correlations() if found.step < swarm.total_steps]
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    seed = run.run_seed
+    text = generate_text(model, Characters(), PROMPT, length=SAMPLE_LENGTH, temperature=TEMPERATURE, seed=seed)
     return Results(
         peers=tuple(results),
         merged=trainer.evaluate(),
@@ -125,10 +127,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         skipped=dict(sum((peer.skipped for peer in swarm.peers.values()), start=Counter())),
         parameters=parameters,
         checkpoint=checkpoint.save(out, merged),
-        text=PROMPT
-        + "".join(
-            generate_text(model, Characters(), PROMPT, length=SAMPLE_LENGTH, temperature=TEMPERATURE, seed=run.run_seed)
-        ),
+        text=PROMPT + "".join(text),
     )
 
 
@@ -150,10 +149,8 @@ def format_report(
 
 def _headline(swarm: SwarmView, took_s: float) -> str:
     steps = sum(peer.own_steps for peer in swarm.peers.values())
-    return _prose(
-        f"Done in {clock(took_s)}: {count(len(swarm.peers), 'peer')} made {steps:,} inner steps in a run of "
-        f"{swarm.total_steps:,}."
-    )
+    peers = count(len(swarm.peers), "peer")
+    return _prose(f"Done in {clock(took_s)}: {peers} made {steps:,} inner steps in a run of {swarm.total_steps:,}.")
 
 
 def _losses(results: Results) -> str:
@@ -216,7 +213,7 @@ def _across_machines(plan: DemoPlan, out: Path, bootstrap_id: str) -> str:
 
 
 def lan_address() -> str:
-    """The address of this machine in its network; sends nothing to find out."""
+    """The address of this machine in its network, found without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation; UDP connect only looks up the route
@@ -230,7 +227,7 @@ def _prose(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Indent; cut lines that are too wide."""
+    """The text, indented and without the ends of lines that are too wide."""
     lines = text.expandtabs(4).splitlines()
     shortened = (line if len(line) <= WIDTH - 4 else f"{line[: WIDTH - 6].rstrip()} …" for line in lines)
     return "\n".join(f"    {line}".rstrip() for line in shortened)

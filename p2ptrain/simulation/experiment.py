@@ -28,7 +28,7 @@ PROBABILITY = number("at least 0 and below 1", lambda x: 0 <= x < 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One simulated run, of the settings `run`; `name` is that of the variant in plots and of its directory.
+    """One simulated run. `run` has its settings; `name` names the variant in plots, and its directory.
 
     Times are in virtual seconds. Some flags of `p2ptrain simulate` (`name=`) are shorter than their fields.
     """
@@ -85,7 +85,10 @@ class Experiment:
 
     @classmethod
     def of(cls, **settings: Any) -> Experiment:
-        """From settings by name: `steps`, fields of this class except `run`, and of RunConfig. Raises ConfigError."""
+        """Make an experiment from `steps`, fields of this class except `run`, and fields of RunConfig.
+
+        Raises ConfigError for an unknown name or a bad value.
+        """
         own = {field.name: field for field in dataclasses.fields(cls) if field.name != "run"}
         of_run = {field.name for field in dataclasses.fields(RunConfig)} - _NOT_OURS
         values: dict[str, Any] = {}
@@ -112,11 +115,11 @@ class Experiment:
     def faults_drawn(self) -> tuple[RandomFault, ...]:
         """The random faults, drawn from the seed and ordered by their start; times between them are exponential.
 
-        All kinds are equally likely. "crash": the peer vanishes and later starts anew, without its state. "pause":
+        All kinds are equally likely. "crash": the peer vanishes, and later starts anew without its state. "pause":
         training and network stop and resume. "partition": up to half of the peers can reach only each other. "slow": a
-        link of 2 Mbit/s both ways. A peer has one fault at a time, and at most half of the peers have one at once;
-        larger faults are left out or affect fewer peers. None is in the last interval, so that all peers take part in
-        the last round.
+        link of 2 Mbit/s both ways. A peer has one fault at a time, and at most half of the peers have one at once: a
+        larger fault is left out, or affects fewer peers. The last interval has none, so that all peers take part in the
+        last round.
         """
         rng = random.Random(f"storm/{self.seed}")
         last = self.run.total_steps - self.run.sync_every
@@ -158,7 +161,7 @@ def read_experiments(path: Path, **overrides: Any) -> tuple[str, list[Experiment
 
 
 def parse_experiments(table: dict[str, Any], path: Path, **overrides: Any) -> tuple[str, list[Experiment]]:
-    """As `read_experiments`, from a parsed file. Raises ConfigError naming `path`."""
+    """Like `read_experiments`, for a file that is already parsed. Raises ConfigError, which names `path`."""
     title, variants = table.pop("title", path.stem), table.pop("arm", [{}])
     if not isinstance(title, str) or not isinstance(variants, list) or not all(isinstance(v, dict) for v in variants):
         raise ConfigError(f"{path}: title must be a text, and variants are written as [[arm]] tables")
@@ -168,14 +171,13 @@ def parse_experiments(table: dict[str, Any], path: Path, **overrides: Any) -> tu
         raise ConfigError(f"{path}: {error}") from None
     names = [experiment.name for experiment in found]
     if len({experiment.directory for experiment in found}) < len(names):
-        raise ConfigError(
-            f"{path}: variants ([[arm]] tables) named {', '.join(map(repr, names))}; each needs a different name"
-        )
+        named = ", ".join(map(repr, names))
+        raise ConfigError(f"{path}: variants ([[arm]] tables) named {named}; each needs a different name")
     return title, found
 
 
 def _converted(name: str, value: Any, default: Any) -> Any:
-    """A field's value from TOML's or Python's types. Raises ConfigError."""
+    """Convert a value of TOML or Python to the type of a field. Raises ConfigError."""
     if name == "schedule" and isinstance(value, (list, tuple)):
         return tuple(_scheduled_event(item) for item in value)
     if name == "speeds" and isinstance(value, (list, tuple)):

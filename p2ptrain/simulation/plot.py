@@ -20,10 +20,8 @@ def save_plot(title: str, variants: Sequence[Records], path: Path) -> None:
     tables = [records.table() for records in variants]
     with plot(path, (2.2, 1, 1)) as (losses, correlation, sent):
         for number, (records, table) in enumerate(zip(variants, tables, strict=True)):
-            look: dict[str, Any] = {
-                "color": COLOURS[number % len(COLOURS)],
-                "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
-            }
+            colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+            look: dict[str, Any] = {"color": colour, "linestyle": style}
             _curve(losses, table, "held_out_loss", label=records.experiment.name, **look)
             if table:
                 losses.plot(table[-1]["step"], records.final_loss, "o", color=look["color"])

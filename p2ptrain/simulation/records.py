@@ -1,4 +1,4 @@
-"""Records of a simulation: every peer's metrics stream, measures over all peers, and tables of them."""
+"""The records of a simulation: every peer's metrics stream, measures over all peers, and tables of the measures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Records:
     run_audit: RunAudit
 
     def of(self, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """All events of these kinds, with their peer."""
+        """All events of these kinds, each with its peer."""
         for peer, events in self.events.items():
             for event in events:
                 if event["event"] in kinds:
@@ -68,7 +68,7 @@ class Records:
         return self._merge_loss(-2)
 
     def _merge_loss(self, index: int) -> float:
-        """By index in the held-out losses of a peer: the last two are before and after the last round."""
+        """The mean of one held-out loss of each finished peer: its last one (-1), or the one before (-2)."""
         losses = [
             [event["loss"] for event in events if event["event"] == "eval" and event["loss"] is not None][index]
             for events in self.events.values()
@@ -77,14 +77,14 @@ class Records:
         return _mean(losses) or math.nan
 
     def by_step(self, kind: str) -> dict[int, list[dict[str, Any]]]:
-        """Every peer's first event of one kind at each step; so none after the last round."""
+        """Each peer's first event of one kind at each step. Those after the last round are repeats, and left out."""
         found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
         for peer, event in self.of(kind):
             found[event["step"]].setdefault(peer, event)
         return {step: list(events.values()) for step, events in sorted(found.items())}
 
     def correlations(self) -> list[tuple[int, float]]:
-        """Average pairwise correlation of the weights (SPARTA, A.3) by step, if two or more peers measured."""
+        """Average pairwise correlation of the weights (SPARTA, A.3), at steps with samples of two or more peers."""
         samples = ((step, [event["values"] for event in events]) for step, events in self.by_step("sample").items())
         return [(step, pairwise_correlation(values)) for step, values in samples if len(values) > 1]
 
@@ -116,9 +116,9 @@ class Records:
 
     @property
     def goodput(self) -> float:
-        """Inner steps as a share of those that the first peers would make in the same virtual time without faults.
+        """Inner steps as a share of those that the initial peers would make without faults in the same virtual time.
 
-        Measured until the first peer reaches the end of the run.
+        It is measured until the first peer reaches the end of the run.
         """
         experiment = self.experiment
         steps = [event for _, event in self.of("step")]
@@ -129,15 +129,14 @@ class Records:
 
     @property
     def steps_lost(self) -> int:
-        """Steps that are in no round, because their peer crashed or replaced its weights."""
+        """Steps that no round contains, because their peer crashed or replaced its weights."""
         tokens = next((event["tokens"] for _, event in self.of("step")), 1)
         lost: int = sum(event.get("tokens_discarded", 0) for _, event in self.of("round")) // tokens
         for events in self.events.values():
             if not any(event["event"] == "stop" for event in events):
-                rounds = [
-                    e["t"] for e in events if e["event"] == "round" and e["status"] != "skipped" and not e["late"]
-                ]
-                lost += sum(e["event"] == "step" and e["t"] > max(rounds, default=0.0) for e in events)
+                rounds = [e for e in events if e["event"] == "round" and e["status"] != "skipped" and not e["late"]]
+                last_s = max((e["t"] for e in rounds), default=0.0)
+                lost += sum(e["event"] == "step" and e["t"] > last_s for e in events)
         return lost
 
     def write(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is scheduled in a simulation: actions on peers at steps, and random faults as pairs of such actions."""
+"""The schedule of a simulation: actions on peers at steps, and random faults as pairs of such actions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ACTIONS = ("join", "leave", "crash", "pause", "resume", "speed", "cut", "mend", 
 # Each of these undoes another action.
 UNDOES = {"resume": "pause", "mend": "cut", "widen": "narrow"}
 _WITH_VALUE = ("speed", "cut", "narrow")
-# By kind of fault, what is done to each peer, and what undoes it.
+# The actions of each kind of fault on a peer, each with the action that undoes it.
 _FAULTS = {
     "crash": (("crash", "join"),),
     "pause": (("pause", "resume"), ("cut", "mend")),
@@ -89,11 +89,11 @@ class RandomFault:
 
 
 def check_schedule(schedule: Iterable[ScheduledEvent], *, peers: int, steps: int) -> None:
-    """Raises ConfigError naming the first entry that would have no effect.
+    """Raise ConfigError that names the first entry without effect.
 
     Args:
         schedule: events in any order.
-        peers: number of peers at the start; other peers have to join.
+        peers: number of peers at the start; all others have to join.
         steps: length of the run.
     """
     ordered = sorted(schedule, key=lambda event: event.step)

@@ -1,4 +1,4 @@
-"""Runs one experiment: its peers, and the swarm that they are in, in one process and one thread, in virtual time."""
+"""Runs one experiment: all peers of a swarm in one process and one thread, in virtual time."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.data.tokenizer import IDS, Ids
 from p2ptrain.training.loop import record_evaluation, training_steps
 from p2ptrain.training.models import build_of, context_length
-from p2ptrain.training.partitioning import make_partition, train_briefly
+from p2ptrain.training.partitioning import make_partition, one_thread, train_briefly
 from p2ptrain.training.trainer import Trainer, TrainingData
 
 logger = logging.getLogger(__name__)
 
-# A run that takes so many times its expected time counts as hanging.
+# A run that takes this many times as long as expected counts as hanging.
 MOST_TIMES_AS_LONG = 20
 PROGRESS_EVERY_S = 1.0
 POLL_S = 0.05
@@ -64,16 +64,11 @@ def simulate(
     Raises:
         ConfigError: a setting is invalid, or the run does not end.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads do not pay off for the demo model, and change the order of sums
-    try:
-        with torch.random.fork_rng(devices=[]):
-            simulation = _Simulation(experiment, on_progress)
-            records = run_virtual(simulation.main, experiment.seed)
-            on_end([peer.trainer.model for peer in simulation.present.values()])
-            return records
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        simulation = _Simulation(experiment, on_progress)
+        records = run_virtual(simulation.main, experiment.seed)
+        on_end([peer.trainer.model for peer in simulation.present.values()])
+        return records
 
 
 class SimulatedPeer:
@@ -113,9 +108,8 @@ class SimulatedPeer:
             fragment=lambda: experiment.loss > 0 and weather.random() < experiment.loss,
             gradient=lambda: weather.random() < experiment.drop,
         )
-        self._exchange = Exchange(
-            parts.view, run, averaged=averaged, clock=trio.current_time, post=_at_once, drops=drops
-        )
+        clock = trio.current_time
+        self._exchange = Exchange(parts.view, run, averaged=averaged, clock=clock, post=_at_once, drops=drops)
         self._exchange.shard_tokens = shard_tokens
         of_run = {"run_id": run.run_id, "run_digest": run.digest, "run": run.to_dict()}
         self.record("start", peer_id=self.peer_id, maddrs=[], incarnation=name, parameters=parts.space.numel, **of_run)
@@ -211,7 +205,7 @@ def _at_once(work: Callable[[], object]) -> None:
 
 
 class _Simulation:
-    """One run: the peers, and what they share."""
+    """One run: its peers, and the model, text, network and audit that they share."""
 
     def __init__(self, experiment: Experiment, on_progress: Callable[[int], None]) -> None:
         self._on_progress = on_progress

@@ -1,6 +1,6 @@
 """Runs several experiments in parallel, one process per core, and shows their progress.
 
-Ctrl-C ends them at once; an executor alone would wait for running experiments, which can take hours.
+Ctrl-C ends them at once. An executor alone would wait for the running experiments, which can take hours.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from p2ptrain.signals import SIGNALS, interrupts_call
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.swarm import simulate
+from p2ptrain.training.data.prepare import end_with_parent
 
 POLL_S = 0.1
 
@@ -55,7 +56,7 @@ def simulate_variants(
     with interrupts_call(interrupted.set):
         pool = ProcessPoolExecutor(workers, context, _prepare, (channel,))
         try:
-            # Processes started now ignore Ctrl-C and SIGTERM, which may be sent to all processes; we end them.
+            # Ctrl-C and SIGTERM may be sent to all processes: those that start now ignore them, and this one ends them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:
                 futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]
@@ -99,14 +100,11 @@ def progress_bars(experiments: Sequence[Experiment]) -> Iterator[Callable[[int, 
 
 
 def _tell_progress(
-    futures: Sequence[Future[Records]],
-    channel: Any,
-    on_progress: Callable[[int, int], None],
-    interrupted: threading.Event,
+    futures: Sequence[Future[Records]], channel: Any, on_progress: Callable[[int, int], None], stop: threading.Event
 ) -> None:
-    """Wait until all are done. Raises the first failure, or KeyboardInterrupt when interrupted."""
+    """Wait until all are done, and pass on their progress. Raises the first failure, or KeyboardInterrupt on `stop`."""
     while not all(future.done() for future in futures):
-        if interrupted.is_set():
+        if stop.is_set():
             raise KeyboardInterrupt
         for future in futures:
             if future.done():
@@ -118,15 +116,7 @@ def _tell_progress(
 def _prepare(channel: Any) -> None:
     global _progress
     _progress = channel
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 def _simulate_one(number: int, experiment: Experiment) -> Records:

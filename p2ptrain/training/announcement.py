@@ -1,4 +1,4 @@
-"""What a peer says once it has joined: the run, its addresses, and the commands with which others join."""
+"""The lines that a peer prints once it has joined: the run, its addresses, and the commands with which others join."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def announce(
     qr: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Say what a peer trains and how others join it.
+    """Print what a peer trains and how others join it.
 
     Args:
         processes: how many processes this peer has.
@@ -38,31 +38,17 @@ def announce(
         qr: show the ticket as a QR code, too.
         say: prints one line.
     """
+    shared = network.key if share_key else None
     verb = "continuing" if continues else "started" if peer.founded else "joined"
-    length = f"{run.total_steps or 'endless'} steps"
     several = f" of {processes} processes" if processes > 1 else ""
+    length = f"{run.total_steps or 'endless'} steps"
     say(f"{verb} run {run.run_id!r} (model {run.model}, {length}) as peer {peer.peer_id}{several}")
     for maddr in peer.maddrs:
         say(f"listening on {maddr}")
     say("other peers join with:")
     say(join_line(peer.maddrs, run.run_id, run.model, network.key_file))
-    _say_ticket(peer, run, network, share_key, qr, say)
-    if run.data == "text":
-        say("each peer adds --data with text of its own")
-
-
-def _say_ticket(
-    peer: Peer, run: RunConfig, network: NetworkConfig, share_key: bool, qr: bool, say: Callable[[str], None]
-) -> None:
-    shared = network.key if share_key else None
-    line = ticket_line(
-        best_first(peer.maddrs),
-        run.run_id,
-        run.model,
-        founder=peer.run_founder,
-        run_key=network.key_file,
-        shared=shared,
-    )
+    addresses, founder, key_file = best_first(peer.maddrs), peer.run_founder, network.key_file
+    line = ticket_line(addresses, run.run_id, run.model, founder=founder, run_key=key_file, shared=shared)
     if line is not None:
         note = "; it holds the run key: whoever has it can join, so send it over a safe channel" if shared else ""
         say(f"or with this ticket{note}:")
@@ -75,10 +61,12 @@ def _say_ticket(
                 say(row)
     if network.key is not None and network.run_key is None and shared is None:
         say("FILE is the run's key file; with --share-key a ticket is printed that holds the key, and needs no file")
+    if run.data == "text":
+        say("each peer adds --data with text of its own")
 
 
 def qr_rows(ticket: str) -> list[str]:
-    """The ticket as a QR code of half blocks, for a dark terminal. In upper case it is smaller, and means the same."""
+    """The ticket as a QR code of half blocks, for a dark terminal. In upper case the code is smaller."""
     import segno
 
     shown = io.StringIO()

@@ -70,7 +70,7 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         building.mkdir(parents=True)
         serial = 1 + max((_serial(path) or 0 for path in checkpoints(out)), default=0)
         _write(building, checkpoint, serial)
-        if target.exists():  # not removed yet: that takes long, and a process may be killed meanwhile
+        if target.exists():  # removed only later: that takes long, and the process may be killed meanwhile
             target.rename(out / f".{target.name}{REPLACED}")
         building.rename(target)
         _sync(out)
@@ -127,7 +127,7 @@ def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint |
 
 
 def _between_names(out: Path) -> dict[Path, Path]:
-    """The checkpoints that were about to be replaced when the process was killed, with the names that they had."""
+    """The checkpoints that were being replaced when the process was killed, each with the name that it had."""
     replaced = {path: path.with_name(path.name[1:].removesuffix(REPLACED)) for path in out.glob(f".*{REPLACED}")}
     return {path: had_name for path, had_name in replaced.items() if not had_name.exists()}
 
@@ -147,7 +147,7 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
         state = {}
         for part in content["state"] if parts is None else parts:
             file = path / f"{part}.safetensors"
-            if _file_digest(file) != content["files"][file.name]["sha256"]:
+            if file_sha256(file) != content["files"][file.name]["sha256"]:
                 raise CheckpointError(f"checkpoint {path} is damaged: {file.name} does not match its hash")
             state[part] = _unpack(content["state"][part], load_file(file))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
@@ -189,15 +189,9 @@ def _write(folder: Path, checkpoint: Checkpoint, serial: int) -> None:
         file = folder / f"{part}.safetensors"
         save_file(tensors, file)
         _sync(file)
-        files[file.name] = {"sha256": _file_digest(file), "size_bytes": file.stat().st_size}
-    content = {
-        "format": FORMAT,
-        "serial": serial,
-        "step": checkpoint.step,
-        "info": dict(checkpoint.info),
-        "files": files,
-        "state": plain,
-    }
+        files[file.name] = {"sha256": file_sha256(file), "size_bytes": file.stat().st_size}
+    content = {"format": FORMAT, "serial": serial, "step": checkpoint.step, "info": dict(checkpoint.info)}
+    content |= {"files": files, "state": plain}
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"sha256": _digest(content), "content": content}, indent=1), encoding="utf-8")
     _sync(manifest)
@@ -222,7 +216,7 @@ def _collector(tensors: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor]
 
 
 def _pack(value: Any, name: str, collect: Callable[[str, torch.Tensor], str]) -> Any:
-    """Convert nested state to JSON values; tensors become references. Other types are tagged by a key with a dollar."""
+    """Convert nested state to JSON values. Tensors become references; a key with a dollar tags other types."""
     match value:
         case torch.Tensor():
             return {"$tensor": collect(name, value)}
@@ -266,7 +260,7 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _file_digest(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""Which run a peer trains, and with which settings: those of the live run, of its checkpoint, or of a new run."""
+"""Chooses the run that a peer trains, and its settings: those of the live run, of the checkpoint, or of a new run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Chosen:
 def read_saved(out: Path, settings: Settings, config: PeerConfig) -> checkpoint.Checkpoint | None:
     """Load the newest undamaged checkpoint in `out`; None without checkpoints.
 
-    Raises ConfigError if all are damaged, or they are of another run or of one that this peer may not continue.
+    Raises ConfigError if all are damaged, or if they are of another run or of a closed one whose key is missing.
     """
     try:
         saved = checkpoint.load_newest(out)
@@ -56,22 +56,21 @@ def read_saved(out: Path, settings: Settings, config: PeerConfig) -> checkpoint.
     if settings.explicit("run_id") and ours.run_id != run_id:
         raise ConfigError(f"--out {out}: holds run {ours.run_id!r}, not {run_id!r}; give another --out")
     if saved.info.get("is_closed") and config.network.key is None:
-        raise ConfigError(
-            f"run {ours.run_id!r} in {out} is closed: give --run-key FILE, or a ticket that holds the key"
-        )
+        closed = f"run {ours.run_id!r} in {out} is closed"
+        raise ConfigError(f"{closed}: give --run-key FILE, or a ticket that holds the key")
     return saved
 
 
 def check_pins(session: NetworkSession, settings: Settings, config: PeerConfig, *, continues: bool) -> str | None:
-    """Return what the user should know of the run that `--founder` or `--anchor` pin this peer to, if anything.
+    """Return a line about the run that `--founder` or a ticket pins this peer to; None without a pin.
 
     Raises ConfigError if no peer of that run is known. `continues`: whether there is a checkpoint.
     """
-    network = config.network
-    if not session.pins.allows_founding(session.network.peer_id) and not session.knows_others and not continues:
+    network, peer_id = config.network, session.network.peer_id
+    if not session.pins.allows_founding(peer_id) and not session.knows_others and not continues:
         flag = "--anchor" if network.anchor else "--founder"
         raise ConfigError(f"{flag}: no peer of that run is known; add --initial-peers or a ticket")
-    if network.founder in ("", session.network.peer_id):
+    if network.founder in ("", peer_id):
         return None
     by_ticket = settings.ticket is not None and settings.ticket.founder == network.founder
     origin = "the ticket" if by_ticket else "--founder"
@@ -89,20 +88,19 @@ def choose_run(
     out: Path,
     say: Callable[[str], None],
 ) -> Chosen | None:
-    """Find the run, or start one, and get its tokenizer. Returns None, and says so, if the run is finished.
+    """Find the run, or start one, and get its tokenizer. If the run is finished, print that and return None.
 
     Args:
-        given: the tokenizer that the user gave; it is among `settings`.
+        given: the tokenizer that the user gave; `settings` have its identity and size.
         saved: the peer's checkpoint in `out`.
 
-    Raises:
-        ConfigError: as `settle_run` and `tokenizer_of`.
+    Raises ConfigError like `settle_run` and `tokenizer_of`.
     """
     run_id, tokenizer = str(settings.values["run_id"]), given
     ours = RunConfig.from_stated(saved.info["run"]) if saved else None
     found = None
     if session.knows_others:
-        # Early, so that it can be copied for an owner who has to allow it.
+        # Logged early, so that the user can send it to an owner who has to allow this peer.
         logger.info("this peer's id is %s", session.network.peer_id)
         found = session.find_run(run_id, explicit=settings.explicit_run(), ours=ours)
     if found is None and ours is None and tokenizer is None:
@@ -119,8 +117,12 @@ def choose_run(
         say(f"--tokenizer {config.tokenizer}: not used, because run {run_id!r} {since} with its own")
     if others := settings.preset_differences(run):
         say(f"--preset {config.preset}: not used, because run {run_id!r} has started with {', '.join(others)}")
-    tokenizer = tokenizer_of(run, tokenizer, source, out, partial(_ask_tokenizer, session, run, say))
-    return Chosen(run, tokenizer, is_live=found is not None)
+
+    def ask() -> bytes | None:
+        say(f"asking the peers of run {run.run_id!r} for its tokenizer")
+        return session.find_tokenizer(run)
+
+    return Chosen(run, tokenizer_of(run, tokenizer, source, out, ask), is_live=found is not None)
 
 
 def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | None, out: Path) -> RunConfig:
@@ -145,9 +147,8 @@ def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | No
             raise RunMismatchError(f"{error}. The run's settings come from the checkpoint in {out}") from error
         raise
     if not run.model or not run.data:
-        raise ConfigError(
-            f"run {run.run_id!r} was started from Python; join it from Python with p2ptrain.join(model, run_id=…)"
-        )
+        fix = "join it from Python with p2ptrain.join(model, run_id=…)"
+        raise ConfigError(f"run {run.run_id!r} was started from Python; {fix}")
     if ":" in run.model and not settings.explicit("model") and found:
         # Another peer must not choose which code runs on this machine.
         raise ConfigError(
@@ -187,11 +188,6 @@ def _called(tokenizer: str) -> str:
 def _is_file(tokenizer: str) -> bool:
     """Whether this is the hash of a tokenizer's file, and not the name of a built-in one."""
     return len(tokenizer) == 64
-
-
-def _ask_tokenizer(session: NetworkSession, run: RunConfig, say: Callable[[str], None]) -> bytes | None:
-    say(f"asking the peers of run {run.run_id!r} for its tokenizer")
-    return session.find_tokenizer(run)
 
 
 def _differences(ours: RunConfig, theirs: RunConfig) -> str:

@@ -1,4 +1,4 @@
-"""Which device each rank of a peer trains on, and in which precision."""
+"""Chooses the device that each rank of a peer trains on, and the precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from p2ptrain.settings.torchrun import Launch
 
 
 def device_of(name: str, launch: Launch) -> torch.device:
-    """The device of a rank: of several ranks each has a GPU of its own, or all train on the CPU. Raises ConfigError."""
+    """The device of a rank. Several ranks have a GPU each, or all train on the CPU. Raises ConfigError."""
     if launch.size == 1:
         return choose_device(name)
     if name not in ("auto", "cpu", "cuda"):

@@ -1,7 +1,7 @@
-"""`p2ptrain export`: a checkpoint as a directory that transformers loads, with its tokenizer.
+"""`p2ptrain export`: writes a checkpoint as a directory that transformers loads, with its tokenizer.
 
-Built-in models become GPT2LMHeadModel or Qwen3ForCausalLM (a Llama with QK-norm; LlamaForCausalLM without). Models of
-`hf:` keep their class. Neither torch's pickles nor code are written.
+A GPT becomes a GPT2LMHeadModel, a Llama a Qwen3ForCausalLM (without QK-norm a LlamaForCausalLM). Models of `hf:` keep
+their class. Neither pickles nor code are written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from p2ptrain.training.models.gpt import NORM_EPS
 from p2ptrain.training.models.hf import CausalLM
 from p2ptrain.training.models.llama import RMS_EPS, ROPE_THETA
 
-# By their names in our GPT, and whether transformers has them transposed: its Conv1D keeps (in, out).
+# Our name of a module, then transformers' name, and whether its matrix is transposed there: Conv1D keeps (in, out).
 _GPT2_NAMES = {
     "attention_norm": ("ln_1", False),
     "attention.query_key_value": ("attn.c_attn", True),
@@ -54,7 +54,9 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
             save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
         _share_weights(out)
         if tokenizer.identity != IDS:
-            (out / TOKENIZER_FILE).write_bytes(_without_additions(as_file(tokenizer)))
+            # It must not add tokens around a text: the model was trained without them.
+            content = json.loads(as_file(tokenizer)) | {"post_processor": None}
+            (out / TOKENIZER_FILE).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
             _write_json(out / "tokenizer_config.json", _tokenizer_config(tokenizer, context_length(model)))
     except OSError as error:
         raise ConfigError(f"--out {error.filename or out}: cannot be written ({error.strerror})") from error
@@ -135,11 +137,6 @@ def _llama(model: Llama) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "torch_dtype": "float32",
     }
     return config, {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-
-
-def _without_additions(file: bytes) -> bytes:
-    """A tokenizer.json that adds no tokens around a text: the model was trained without them."""
-    return json.dumps({**json.loads(file), "post_processor": None}, ensure_ascii=False).encode()
 
 
 def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:

@@ -23,11 +23,13 @@ GREEDY_BELOW = 1e-4
 
 
 def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = True) -> tuple[nn.Module, Tokenizer]:
-    """Load the model of a checkpoint, as `checkpoint.load_given`, and its run's tokenizer. Raises ConfigError.
+    """Load the model of a checkpoint, which is found as by `checkpoint.load_given`, and its tokenizer.
+
+    Raises ConfigError if one of them cannot be loaded, or they do not belong together.
 
     Args:
-        tokenizer: names it as `--tokenizer` does, if the directory has none.
-        needs_text: whether a tokenizer that is not known is an error.
+        tokenizer: name of the tokenizer, as for `--tokenizer`, if the directory has none.
+        needs_text: whether an unknown tokenizer is an error.
     """
     if (path / "config.json").is_file():
         return _exported(path, tokenizer, needs_text=needs_text)
@@ -51,7 +53,7 @@ def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = T
 
 
 def _exported(path: Path, name: str | None, *, needs_text: bool) -> tuple[nn.Module, Tokenizer]:
-    """The model and the tokenizer of a directory that transformers loads."""
+    """Load the model and the tokenizer of a directory that `p2ptrain export` or transformers wrote."""
     model = build(f"hf:{path}:pretrained", vocab_size=2, seed=0)
     file = path / TOKENIZER_FILE
     found = find_tokenizer(name or str(file)) if name or file.is_file() else None
@@ -83,9 +85,9 @@ def generate_text(
     Args:
         model: maps int64 tokens (1, T) to logits (1, T, V).
         prompt: may be empty; if longer than the model's context, only its end is used.
-        temperature: 0, or below GREEDY_BELOW: the likeliest token; 1 samples from the model's distribution.
+        temperature: 1 samples from the model's distribution; below GREEDY_BELOW, the likeliest token is taken.
         seed: seeds the sampling.
-        top_p: samples only from the likeliest tokens that together have this probability.
+        top_p: sample only from the likeliest tokens that together have this probability.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)
@@ -106,7 +108,7 @@ def generate_text(
             chosen = torch.multinomial(chances, 1, generator=generator)
         tokens = torch.cat([tokens, chosen[None].to(device)], dim=1)
         written += chosen.tolist()
-        # All of it again: what one token says may depend on those before it. A token may end within a character.
+        # Decode everything again: a token's text may depend on earlier tokens, and a token may end within a character.
         text = tokenizer.decode(written)
         if tokenizer.identity == CHARS or not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]
@@ -115,7 +117,7 @@ def generate_text(
 
 
 def _reader(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What maps all tokens so far, (1, T), to the logits of the next one, (V,). Our models read each token once."""
+    """Return a function from all tokens so far, (1, T), to the next logits, (V,). Our models read each token once."""
     context = context_length(model)
     if not isinstance(model, (GPT, Llama)):
         return lambda tokens: model(tokens[:, -context:])[0, -1]
@@ -125,8 +127,8 @@ def _reader(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         nonlocal cache
         if 0 < cache.length < context:
             return model(tokens[:, -1:], cache)[0, -1]  # type: ignore[no-any-return]
-        # At the start, or where it is full: positions are counted from the beginning, so it cannot slide. Half of the
-        # context is read again, which leaves room for as much.
+        # The cache is new, or full. It cannot slide, as positions count from the beginning: read half of the context
+        # again, which leaves room for the other half.
         kept = tokens[:, -(context if cache.length == 0 else max(1, context // 2)) :]
         cache = KeyValueCache()
         return model(kept, cache)[0, -1]  # type: ignore[no-any-return]
@@ -135,7 +137,7 @@ def _reader(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _likeliest(chances: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The probabilities (V,) with those of unlikely tokens at 0: the fewest are kept that together have `top_p`."""
+    """Set the probabilities (V,) of unlikely tokens to 0: the fewest are kept that together have `top_p`."""
     if top_p >= 1.0:
         return chances
     ordered, order = chances.sort(descending=True)

@@ -1,9 +1,14 @@
-"""Whether the Hugging Face hub answers.
+"""The Hugging Face hub: whether it answers, and the errors of its libraries.
 
-Its libraries try six times before they say that it does not, which takes up to 36 s.
+The libraries try six times before they report that the hub does not answer, which takes up to 36 s.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from p2ptrain.errors import ConfigError
 
 HUB_TIMEOUT_S = 10.0
 
@@ -18,3 +23,17 @@ def is_hub_there() -> bool:
     except Exception:  # of the HTTP library that this version uses
         return False
     return True
+
+
+@contextmanager
+def library_errors(what: str, fix: str) -> Iterator[None]:
+    """Raise ConfigError with the first line of any exception of this block. These libraries raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{what} ({first_line(error)}); {fix}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, which may go on for pages; the name of its type if it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

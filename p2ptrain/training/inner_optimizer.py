@@ -7,7 +7,7 @@ AdamW's. Inside DiLoCo: MuLoCo, arXiv 2505.23725.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,26 +15,27 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.training.fsdp import own_part
 from p2ptrain.training.models import GPT, Llama
+from p2ptrain.training.parallel import own_part
 
 # DiLoCo, table 5.
 BETA1 = 0.9
 MUON_MOMENTUM = 0.95
-# Of a run that does not state muon_lr; the command line states it. From 4 to 8 times AdamW's rate were alike in short
-# runs (simulated, 156 thousand parameters).
+# For a run that does not state muon_lr; the command line states it. 4 to 8 times AdamW's rate were alike in short runs
+# (simulated, 156 thousand parameters).
 MUON_TIMES = 4.0
 # Cosine to 10 %: as in nanoGPT.
 FINAL_LR_SHARE = 0.1
-# Of a run with schedule wsd: its linear decay to zero (MiniCPM, arXiv 2404.06395, has 10 %; modded-nanogpt 40 %).
+# Share of a run with schedule wsd in which the rate decays to zero (MiniCPM, arXiv 2404.06395: 10 %; modded-nanogpt:
+# 40 %).
 DECAY_SHARE = 0.2
 
 
 def lr_share(run: RunConfig, step: int) -> float:
     """The share of the peak learning rate at a step of the run. It depends on the run's step, not on the peer's.
 
-    Linear warm-up; then cosine to 10 %; or constant, with `wsd` until a linear decay to zero in the last fifth. A run
-    without end stays at its peak.
+    It warms up linearly. Then it falls to 10 % as a cosine, or it is constant, and with `wsd` falls linearly to zero in
+    the last fifth. In a run without end it stays at its peak.
     """
     if step < run.warmup_steps:
         return (step + 1) / run.warmup_steps
@@ -51,8 +52,8 @@ class InnerOptimizer:
     """The optimizers of one model.
 
     Attributes:
-        adamw: of all parameters, or of those that Muon does not have.
-        muon: of hidden matrices; None without Muon.
+        adamw: trains all parameters, or those that Muon does not train.
+        muon: trains the hidden matrices; None without Muon.
     """
 
     def __init__(self, model: nn.Module, run: RunConfig) -> None:
@@ -78,50 +79,39 @@ class InnerOptimizer:
         # One kernel for all tensors: otherwise, on a CPU, a third of the demo model's step is Python overhead.
         fused = trainable[0].device.type in ("cpu", "cuda")
         self.adamw = torch.optim.AdamW(groups, lr=run.lr, betas=(BETA1, run.beta2), fused=fused)
+        # By their names in a checkpoint, each with its peak learning rate.
+        self._all: dict[str, tuple[torch.optim.Optimizer, float]] = {"optimizer": (self.adamw, run.lr)}
         self.muon: torch.optim.Optimizer | None = None
-        self._peaks = {id(self.adamw): run.lr}
         if hidden:
-            peak = run.muon_lr or MUON_TIMES * run.lr
+            lr, decay = run.muon_lr or MUON_TIMES * run.lr, run.weight_decay
             self.muon = torch.optim.Muon(
-                hidden,
-                lr=peak,
-                momentum=MUON_MOMENTUM,
-                nesterov=True,
-                weight_decay=run.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
+                hidden, lr=lr, weight_decay=decay, momentum=MUON_MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
             )
-            self._peaks[id(self.muon)] = peak
+            self._all["muon"] = self.muon, lr
 
     def step(self, share: float) -> None:
         """Take a step at this share of the peak learning rates."""
-        for optimizer in self._all():
+        for optimizer, peak in self._all.values():
             for group in optimizer.param_groups:
-                group["lr"] = share * self._peaks[id(optimizer)]
+                group["lr"] = share * peak
             optimizer.step()
 
     def zero_grad(self) -> None:
-        for optimizer in self._all():
+        for optimizer, _ in self._all.values():
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        states = {"optimizer": self.adamw.state_dict()}
-        return states if self.muon is None else {**states, "muon": self.muon.state_dict()}
+        return {name: optimizer.state_dict() for name, (optimizer, _) in self._all.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.adamw.load_state_dict(own_part(state["optimizer"], self.adamw))
-        if self.muon is not None:
-            self.muon.load_state_dict(own_part(state["muon"], self.muon))
-
-    def _all(self) -> Iterator[torch.optim.Optimizer]:
-        yield self.adamw
-        if self.muon is not None:
-            yield self.muon
+        for name, (optimizer, _) in self._all.items():
+            optimizer.load_state_dict(own_part(state[name], optimizer))
 
 
 def hidden_matrices(model: nn.Module, vocab_size: int) -> list[nn.Parameter]:
-    """The trainable matrices that Muon is for: all but embeddings and the head.
+    """The trainable matrices that Muon trains: all except embeddings and the head.
 
-    In models of users the head is taken to be the last linear layer, if it has at least `vocab_size` outputs.
+    In models of users the last linear layer counts as the head, if it has at least `vocab_size` outputs.
     """
     excluded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -1,8 +1,15 @@
-"""What one process of a peer trains: model, data and settings. All ranks build the same from what rank 0 tells them."""
+"""What one process of a peer trains: model, data and settings. All ranks build the same from what rank 0 tells them.
+
+Rank 0 runs `join_run` and is on the network. The other ranks run `follow`: they only train.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,36 +23,37 @@ from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.settings.setting import settings_of
 from p2ptrain.settings.torchrun import Launch
-from p2ptrain.signals import interruptible
+from p2ptrain.signals import SIGNALS, interruptible
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import Corpus, Partition
+from p2ptrain.training.data import Corpus
 from p2ptrain.training.data.source import Source, open_source
 from p2ptrain.training.data.token_files import TokenFolder
 from p2ptrain.training.data.tokenizer import Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import read_tokenizer
 from p2ptrain.training.device import choose_precision, device_of
-from p2ptrain.training.fsdp import shard
+from p2ptrain.training.loop import take_part
 from p2ptrain.training.memory import check_tokens, check_window, windows_at_once
 from p2ptrain.training.models import batch_windows, build_of, context_length, eval_tokens
-from p2ptrain.training.partitioning import choose_share, make_partition
+from p2ptrain.training.parallel import shard
+from p2ptrain.training.partitioning import Partition, choose_share, make_partition
 from p2ptrain.training.pretrained import load_saved
-from p2ptrain.training.ranks import Ranks
+from p2ptrain.training.ranks import Ranks, join_ranks, open_ranks
 from p2ptrain.training.trainer import Execution, Trainer, TrainingData
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer trains.
+    """What one process trains, and with which settings.
 
     Attributes:
         run: the run's settings.
-        config: this machine's.
-        peer_id: the peer's, which seeds its data.
+        config: this machine's settings.
+        peer_id: seeds the peer's data.
         source: the text.
-        tokenizer: the run's.
+        tokenizer: the run's tokenizer.
         out: the peer's directory, which has the tokenizer's file.
         saved: the checkpoint to continue from; None to start from the initial weights.
-        device: this rank's.
+        device: the device of this rank.
     """
 
     run: RunConfig
@@ -71,11 +79,9 @@ class Job:
 
 
 def be_told(ranks: Ranks, launch: Launch) -> Job | None:
-    """The job of rank 0, on another rank; waits for it. None if there is nothing to train any more.
+    """On another rank: wait for the job of rank 0. Returns None if there is nothing to train any more.
 
-    Reads the data, and of the checkpoint only the trainer's state.
-
-    Raises ConfigError if the data or the checkpoint cannot be read here.
+    Reads the data, and from the checkpoint only the trainer's state. Raises ConfigError if it cannot read one of them.
     """
     told = ranks.tell()
     if not told:
@@ -98,25 +104,22 @@ def build_model(job: Job) -> nn.Module:
     return model
 
 
-def place_model(job: Job, model: nn.Module, ranks: Ranks) -> None:
-    """All ranks: bring the model to the devices, whole or in parts."""
-    if job.config.fsdp == "on":
-        shard(model, ranks, job.device)
-    else:
-        model.to(job.device)
-
-
 def build_trainer(
     job: Job, model: nn.Module, ranks: Ranks, say: Callable[[str], None]
 ) -> tuple[Trainer, Partition | None, int]:
-    """All ranks: what trains the model, with the state of the checkpoint; the run's partition; and this peer's share.
+    """All ranks: move the model to the devices, whole or sharded, and make its trainer, with the checkpoint's state.
 
-    Blocks while data is read and cut. Raises ConfigError if it cannot be trained on.
+    Blocks while data is read and cut. Returns the trainer, the run's partition, and the number of this peer's share.
+    Raises ConfigError if the data cannot be trained on.
     """
     run, config = job.run, job.config
+    if config.fsdp == "on":
+        shard(model, ranks, job.device)
+    else:
+        model.to(job.device)
     corpus = interruptible(partial(job.source.corpus, job.tokenizer))
     partition, share = _partition(job, corpus, model, say) if ranks.is_first else (None, 0)
-    # Of rank 0: with clusters, ranks on other GPUs might cut otherwise.
+    # Rank 0 decides: with clusters, ranks on other GPUs might cut differently.
     told = ranks.tell(
         {
             "spans": None if partition is None else partition.spans(share).tolist(),
@@ -153,7 +156,7 @@ def build_trainer(
 
 
 def _windows_at_once(job: Job, model: nn.Module, ranks: Ranks) -> int | None:
-    """How many windows a rank computes at once at most; None on a GPU, where it is noticed that memory is short."""
+    """The most windows that a rank computes at once; None on a GPU, where running out of memory raises an error."""
     if job.device.type != "cpu":
         return None
     free_bytes = free_memory_bytes()
@@ -164,14 +167,15 @@ def _windows_at_once(job: Job, model: nn.Module, ranks: Ranks) -> int | None:
 
 
 def _seed(job: Job, rank: int) -> int:
-    """Seed of a rank's text and dropout: other text on each."""
-    if rank == 0:
-        return job.run.data_seed(job.peer_id) if job.config.seed is None else job.config.seed
-    return job.run.data_seed(f"{job.peer_id if job.config.seed is None else job.config.seed}/{rank}")
+    """Seed of a rank's text and dropout. Each rank has a different one."""
+    given = job.config.seed
+    if rank:
+        return job.run.data_seed(f"{job.peer_id if given is None else given}/{rank}")
+    return job.run.data_seed(job.peer_id) if given is None else given
 
 
 def _partition(job: Job, corpus: Corpus, model: nn.Module, say: Callable[[str], None]) -> tuple[Partition | None, int]:
-    """The run's partition of the text and this peer's share; (None, 0) without shares. `model` is only read."""
+    """The run's partition of the text, and this peer's share; (None, 0) without shares."""
     run, given = job.run, job.config.shard
     if run.num_shards == 0 and given is None:
         return None, 0
@@ -185,3 +189,36 @@ def _partition(job: Job, corpus: Corpus, model: nn.Module, say: Callable[[str], 
         f"{sum(partition.sizes):,} tokens; partition {partition.digest[:12]}, the same on peers with the same text"
     )
     return partition, share
+
+
+def follow(launch: Launch) -> None:
+    """On another rank than 0: train what rank 0 tells; blocks until it ends. Prints only errors of this rank.
+
+    Raises:
+        ConfigError: this rank cannot train; TransientError if others have ended.
+        SystemExit: something is wrong that rank 0 reports.
+    """
+    logging.getLogger("p2ptrain").setLevel(logging.ERROR)
+    # Until training begins there is nothing to save, and waiting for rank 0 cannot be interrupted otherwise.
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a shell
+            signal.signal(number, signal.SIG_DFL)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(open_ranks(launch))
+        with ranks.lost_ranks_reported(first_speaks=True):
+            job = be_told(ranks, launch)
+            if job is None:
+                return
+            if job.config.threads:
+                torch.set_num_threads(job.config.threads)
+            model = build_model(job)
+            trainer, _, _ = build_trainer(job, model, ranks, _rank_0_says_it)
+            job = dataclasses.replace(job, saved=None)  # free it
+            member, _ = join_ranks(model, ranks)
+            stack.enter_context(ranks.lost_ranks_reported())  # also while the member leaves
+            stack.push(member)
+        take_part(job, trainer, ranks, member, say=_rank_0_says_it, on_progress=lambda progress: None)
+
+
+def _rank_0_says_it(line: str) -> None:
+    """Print nothing."""

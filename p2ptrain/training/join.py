@@ -34,18 +34,17 @@ from p2ptrain.training.choose_run import check_pins, choose_run, read_saved
 from p2ptrain.training.data.source import Source, open_source
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.device import device_of
-from p2ptrain.training.fsdp import check_fsdp
-from p2ptrain.training.job import Job, build_model, build_trainer, place_model
+from p2ptrain.training.job import Job, build_model, build_trainer
 from p2ptrain.training.known_peers import open_session, write_known_peers
-from p2ptrain.training.loop import TrainingEnd
+from p2ptrain.training.loop import TrainingEnd, take_part
 from p2ptrain.training.memory import check_tokens
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
 from p2ptrain.training.output_dir import claim_out
+from p2ptrain.training.parallel import check_fsdp
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.training.progress import TrainingProgress
 from p2ptrain.training.ranks import join_ranks, open_ranks
 from p2ptrain.training.run_tokenizer import given_tokenizer
-from p2ptrain.training.take_part import take_part
 
 if TYPE_CHECKING:
     from p2ptrain.peer.peer import Peer
@@ -130,10 +129,8 @@ def join_run(
         saved = read_saved(out, settings, config)
         if config.log is not None:
             watching.append(stack.enter_context(closing(open_tracker(config.log, out, run_id))))
-        identity = str(config.network.identity or out / IDENTITY_FILE)
-        session = stack.enter_context(
-            open_session(dataclasses.replace(config.network, identity=identity), out, saved, say)
-        )
+        network = dataclasses.replace(config.network, identity=str(config.network.identity or out / IDENTITY_FILE))
+        session = stack.enter_context(open_session(network, out, saved, say))
         if pinned := check_pins(session, settings, config, continues=saved is not None):
             say(pinned)
         chosen = choose_run(session, settings, config, source, tokenizer, saved, out=out, say=say)
@@ -155,14 +152,13 @@ def join_run(
         for finding in quick_look(out, run.model, config.device, num_parameters=known, vectors=vectors_more(run)):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
         job = Job(run, config, session.network.peer_id, source, chosen.tokenizer, out, saved, device)
-        # Until the member has left, too. What follows is done by all ranks, the others in `follow`.
-        stack.enter_context(ranks.lost_ranks_said())
+        # This also covers the member's leaving. All ranks do what follows, the other ones in `follow`.
+        stack.enter_context(ranks.lost_ranks_reported())
         job.tell(ranks)
         model = build_model(job)
         if config.init_from:
             say(_init_weights(model, job, is_live=chosen.is_live, knows_others=session.knows_others))
-        place_model(job, model, ranks)
-        # Before joining: this takes a second or more, and a member would delay rounds in that time.
+        # Done before joining: it takes a second or more, in which a member would delay rounds.
         trainer, partition, share = build_trainer(job, model, ranks, say)
         member, peer = join_ranks(
             model,
@@ -185,22 +181,13 @@ def join_run(
         if config.network.write_addresses:
             write_addresses(Path(config.network.write_addresses), peer.maddrs)
         if partition is not None:
-            peer.shard_tokens = partition.sizes[share]
-            peer.record(
-                "shard", sharding=run.sharding, shard=share, sizes=partition.sizes, partition_sha256=partition.digest
-            )
+            sizes = partition.sizes
+            peer.shard_tokens = sizes[share]
+            peer.record("shard", sharding=run.sharding, shard=share, sizes=sizes, partition_sha256=partition.digest)
         if show is not None:
             say(f"the run is shown at {show(peer)}")
-        announce(
-            peer,
-            run,
-            config.network,
-            processes=ranks.size,
-            continues=saved is not None,
-            share_key=share_key,
-            qr=qr,
-            say=say,
-        )
+        continues, processes = saved is not None, ranks.size
+        announce(peer, run, network, processes=processes, continues=continues, share_key=share_key, qr=qr, say=say)
 
         def progressed(progress: TrainingProgress) -> None:
             write_known_peers(out, peer.alive_maddrs)
@@ -212,7 +199,7 @@ def join_run(
 
 
 def _end_line(end: TrainingEnd, step: int, out: Path, tokenizer: Tokenizer) -> str:
-    """What is said last: how training ended, and what can be done now."""
+    """The last line for the user: how training ended, and what to do next."""
     hint = "run the same command again to continue"
     if end.reason == "finished":
         hint = f"try: p2ptrain generate {out}"
@@ -235,6 +222,6 @@ def _init_weights(model: nn.Module, job: Job, *, is_live: bool, knows_others: bo
     if job.saved:
         return f"{unused} the checkpoint of step {job.saved.step} in {job.out} is continued"
     load_weights(model, read_weights(Path(given)), origin=given)
-    # Of two peers that start at once, neither finds the other, and only one starts the run.
+    # If two peers start at the same time, neither finds the other, and only one of them starts the run.
     unless = ", unless another peer starts the run first" if knows_others else ""
     return f"starting from the weights of {given}{unless}"

@@ -2,40 +2,49 @@
 
 `training_steps` is a generator that yields after each step, so a thread or a simulation in virtual time can drive it.
 `run_training` drives it on the calling thread and adds progress lines, checkpoints and an orderly shutdown.
+`take_part` adds signals and sample texts, and is the same on all ranks of a peer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import platform
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from p2ptrain.errors import CheckpointError, TransientError
+from p2ptrain.monitor.formatting import count
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.model_defaults import model_defaults
 from p2ptrain.settings.peer_config import PeerConfig
-from p2ptrain.signals import TOGETHER_S
+from p2ptrain.signals import TOGETHER_S, stop_on_signals
 from p2ptrain.training import checkpoint
-from p2ptrain.training.fsdp import whole
+from p2ptrain.training.data.tokenizer import IDS
+from p2ptrain.training.generation import generate_text
+from p2ptrain.training.parallel import whole
 from p2ptrain.training.progress import Evaluation, ProgressMeter, StepDone, TrainingProgress
+from p2ptrain.training.ranks import Ranks
 from p2ptrain.training.trainer import Stopped, Trainer, never
 
 if TYPE_CHECKING:
     from p2ptrain.peer.group_peer import GroupPeer
     from p2ptrain.peer.peer import Peer
+    from p2ptrain.training.job import Job
 
 # Guesses: seconds between progress lines, and the longest wait for the run's last round.
 PROGRESS_INTERVAL_S = 5.0
 LAST_ROUND_TIMEOUT_S = 60.0
 # Ctrl-C is noticed within this time during that wait.
 POLL_S = 0.5
+SAMPLE_TOKENS = 100
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +106,7 @@ def record_evaluation(
 
 @dataclass(frozen=True)
 class TrainingEnd:
-    """How training ended: why, and the loss on held-out text of the weights that the run's last round left, in nats.
+    """Why training ended, and the held-out loss after the run's last round, in nats.
 
     `eval_loss` is None if the last round did not land, or the evaluation was interrupted.
     """
@@ -119,18 +128,19 @@ def run_training(
 ) -> TrainingEnd:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
-    After an error, such as bad data, it also leaves and, if there is one rank,
-    writes the checkpoint, and then raises it; likewise TransientError if the network side has ended, or the last
-    checkpoint cannot be written.
+    After an error, such as bad data, it also leaves, writes the checkpoint if there is one rank, and raises the error.
 
     Args:
         peer: has joined the run with the model of `trainer`.
         out: directory for checkpoints. If one cannot be written, an error is logged and training goes on.
         stop: true after a signal. Asked in and after every step and evaluation, and while the last round is awaited.
-            Several ranks are given the same answers (`Ranks.agreed`), as by `now`.
+            All ranks get the same answers, and the same times from `now` (`Ranks.agreed`).
         on_progress: called every few seconds.
         on_sample_due: called every `config.sample_every` steps of the run.
         now: monotonic clock, in seconds.
+
+    Raises:
+        TransientError: the network side has ended, or the last checkpoint cannot be written.
     """
     saved_at: tuple[int, int] | None = None
 
@@ -140,14 +150,37 @@ def run_training(
         if at != saved_at and save_checkpoint(peer, trainer, out, is_closed=config.network.key is not None):
             saved_at = at
 
+    eval_every = config.eval_every or model_defaults(trainer.run.model).eval_every
+    meter = ProgressMeter(peer, trainer, eval_every)
     try:
-        eval_loss = _train(peer, trainer, config, save, stop, on_progress, on_sample_due, now)
+        meter.add_evaluation(record_evaluation(peer, trainer, eval_every, stop))
+        line_s = saved_s = now()
+        sampled = peer.run_step
+        for done in _steps_to_the_end(peer, trainer, eval_every, stop, now):
+            meter.add(done)
+            if stop() or peer.failure:
+                break
+            if config.sample_every and done.run_step // config.sample_every != sampled // config.sample_every:
+                on_sample_due()
+                sampled = done.run_step
+            if now() - line_s >= PROGRESS_INTERVAL_S:
+                on_progress(meter.summary())
+                line_s = now()
+            if now() - saved_s >= 60 * config.checkpoint_minutes:
+                save()
+                saved_s = now()
+        is_merged, last = peer.finished, None
+        if not stop() and not peer.failure:
+            last = record_evaluation(peer, trainer, eval_every, stop)
+            meter.add_evaluation(last)
+        if meter.has_news:
+            on_progress(meter.summary())
     except Exception:
         peer.leave("failed")
         try:
             if trainer.ranks.size == 1:  # other ranks may not be there to add their part
                 save()
-        except Exception as second:  # what broke training, as a GPU that is lost, may break this too
+        except Exception as second:  # what broke training, such as a lost GPU, may break this too
             logger.error("no checkpoint could be made: %s", second)
         raise
     interrupted = stop() and not peer.finished
@@ -159,68 +192,44 @@ def run_training(
         )
     # Ctrl-C also ends the libp2p daemon, which is no failure then.
     failure = None if interrupted else peer.failure
-    reason: Literal["finished", "interrupted", "failed"]
-    reason = "interrupted" if interrupted else "failed" if failure else "finished"
-    if reason == "finished":
-        # First: leaving may take ten seconds, in which a signal may come. Other peers are served meanwhile. In the
-        # other cases they should not wait for this disk.
+    if not interrupted and not failure:
+        # Save before leaving, which may take ten seconds, in which a signal may come. Other peers are served meanwhile.
+        # In the other cases they should not wait for this disk.
         save()
-    peer.leave(reason, landing=True)
+    reason: Literal["finished", "interrupted"] = "interrupted" if interrupted else "finished"
+    why = "failed" if failure else reason
+    peer.leave(why, landing=True)
     save()  # the last round may have landed meanwhile
+    error = None
     if saved_at != (peer.run_step, peer.round):
-        raise trainer.ranks.once(
-            TransientError(
-                f"{reason} at step {peer.run_step}, but no checkpoint could be written to {out}; free space there, and "
-                "run the same command again: it continues from the checkpoint before, or gets the swarm's state"
-            )
+        error = (
+            f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}; free space there, and "
+            "run the same command again: it continues from the checkpoint before, or gets the swarm's state"
         )
-    if failure:
-        raise trainer.ranks.once(
-            TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
-        )
-    assert reason != "failed"
-    return TrainingEnd(reason, eval_loss)
+    elif failure:
+        error = f"cut off from the run: {failure}; run the same command again to continue from {out}"
+    if error:
+        raise trainer.ranks.once(TransientError(error))
+    return TrainingEnd(reason, last.loss if last and is_merged else None)
 
 
-def _train(
-    peer: Peer | GroupPeer,
-    trainer: Trainer,
-    config: PeerConfig,
-    save: Callable[[], None],
-    stop: Callable[[], bool],
-    on_progress: Callable[[TrainingProgress], None],
-    on_sample_due: Callable[[], None],
-    now: Callable[[], float],
-) -> float | None:
-    """Train until the run's end, a signal, or the end of the network side. Returns the loss after the last round.
-
-    `save` writes a checkpoint, unless nothing has changed since the last one. Other arguments as of `run_training`.
-    """
-    eval_every = _eval_every(config, trainer)
-    meter = ProgressMeter(peer, trainer, eval_every)
-    meter.add_evaluation(record_evaluation(peer, trainer, eval_every, stop))
-    line_s = saved_s = now()
-    sampled = peer.run_step
-    for done in _steps_to_the_end(peer, trainer, config, stop, now):
-        meter.add(done)
-        if stop() or peer.failure:
-            break
-        if config.sample_every and done.run_step // config.sample_every != sampled // config.sample_every:
-            on_sample_due()
-            sampled = done.run_step
-        if now() - line_s >= PROGRESS_INTERVAL_S:
-            on_progress(meter.summary())
-            line_s = now()
-        if now() - saved_s >= 60 * config.checkpoint_minutes:
-            save()
-            saved_s = now()
-    is_merged, last = peer.finished, None
-    if not stop() and not peer.failure:
-        last = record_evaluation(peer, trainer, eval_every, stop)
-        meter.add_evaluation(last)
-    if meter.has_news:
-        on_progress(meter.summary())
-    return last.loss if last and is_merged else None
+def _steps_to_the_end(
+    peer: Peer | GroupPeer, trainer: Trainer, eval_every: int, stop: Callable[[], bool], now: Callable[[], float]
+) -> Generator[StepDone, None, None]:
+    """Train, yielding after each step, until the run's last round is resolved; wait for that round at most a minute."""
+    while True:
+        yield from training_steps(peer, trainer, eval_every=eval_every, stop=stop)
+        deadline_s = now() + LAST_ROUND_TIMEOUT_S
+        while True:
+            if peer.finished or peer.failure or stop():
+                return
+            if peer.run_step < peer.run.total_steps:  # a round has set this peer back, so it trains on
+                break
+            if now() >= deadline_s:
+                waited_s = LAST_ROUND_TIMEOUT_S
+                logger.warning("the run's last round did not end within %.0f s; leaving without it", waited_s)
+                return
+            peer.wait_finished(POLL_S)
 
 
 def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_closed: bool) -> bool:
@@ -252,28 +261,59 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
     return trainer.ranks.any(is_written)
 
 
-def _steps_to_the_end(
-    peer: Peer | GroupPeer, trainer: Trainer, config: PeerConfig, stop: Callable[[], bool], now: Callable[[], float]
-) -> Generator[StepDone, None, None]:
-    """Train until the run's last round is resolved, yielding after each step."""
-    is_put_back = True
-    while is_put_back:
-        yield from training_steps(peer, trainer, eval_every=_eval_every(config, trainer), stop=stop)
-        is_put_back = _is_put_back(peer, stop, now)
+def take_part(
+    job: Job,
+    trainer: Trainer,
+    ranks: Ranks,
+    member: Peer | GroupPeer,
+    *,
+    say: Callable[[str], None],
+    on_progress: Callable[[TrainingProgress], None],
+) -> TrainingEnd:
+    """All ranks: train until the run ends or the user stops it. Returns how it ended, and raises, as `run_training`.
+
+    Args:
+        member: has joined the run with the model of `trainer`.
+        say: prints one line; called on rank 0.
+        on_progress: called every few seconds on rank 0.
+    """
+    with stop_on_signals() as received, ranks.lost_ranks_reported():
+        stop, now = ranks.agreed(received)
+        config, tokenizer = job.config, job.tokenizer
+
+        def sample() -> None:
+            if not ranks.is_first:
+                return
+            try:
+                written = generate_text(trainer.model, tokenizer, "\n", length=SAMPLE_TOKENS, temperature=0.8, seed=0)
+                text = "".join(takewhile(lambda _: not received(), written))
+            except Exception as error:  # a text is not worth a run
+                logger.warning("no sample at step %d: %s", member.run_step, error)
+            else:
+                say(f"sample at step {member.run_step}: {text!r}")
+
+        missing = ""
+        if tokenizer.identity == IDS:
+            missing = "the tokenizer of these ids is not known; name it with --tokenizer"
+        elif config.fsdp == "on":
+            missing = "the model is sharded (--fsdp)"
+        if config.sample_every and missing:
+            say(f"--sample-every: not used, because {missing}")
+            config = dataclasses.replace(config, sample_every=0)
+        say(_size_line(trainer))
+        return run_training(
+            member, trainer, config, out=job.out, stop=stop, now=now, on_progress=on_progress, on_sample_due=sample
+        )
 
 
-def _eval_every(config: PeerConfig, trainer: Trainer) -> int:
-    return config.eval_every or model_defaults(trainer.run.model).eval_every
-
-
-def _is_put_back(peer: Peer | GroupPeer, stop: Callable[[], bool], now: Callable[[], float]) -> bool:
-    """Wait for the run's last round. Returns True if a round has set this peer back, so that it must train on."""
-    deadline_s = now() + LAST_ROUND_TIMEOUT_S
-    while not peer.finished and not peer.failure and not stop():
-        if peer.run_step < peer.run.total_steps:
-            return True
-        if now() >= deadline_s:
-            logger.warning("the run's last round did not end within %.0f s; leaving without it", LAST_ROUND_TIMEOUT_S)
-            break
-        peer.wait_finished(POLL_S)
-    return False
+def _size_line(trainer: Trainer) -> str:
+    """The model's size and a step's. With a large model, minutes pass before the next line."""
+    number = sum(parameter.numel() for parameter in trainer.model.parameters())
+    size = f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number:,}"
+    windows = count(trainer.step_windows, "window")
+    at_once = trainer.micro_batch * trainer.ranks.size
+    parts = f", {at_once:,} at once" if at_once < trainer.step_windows else ""
+    return (
+        f"{size} parameters; a step is {windows} of {trainer.context:,} tokens{parts}; evaluating on "
+        f"{trainer.eval_windows * trainer.context:,} held-out tokens first"
+    )

@@ -1,6 +1,6 @@
-"""What fits into memory, judged beforehand: where a CPU's is short, the system kills the process, and nothing is said.
+"""Checks that a model, a batch or a text fits into memory. Without them the system would kill the process silently.
 
-All are pure functions of the memory that is free (`settings.machine`), None if that is not known.
+All are pure functions of the free memory (`settings.machine`), which is None if it is not known.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.formatting import size
 
-# float32 of the model, while it is built: what it needs in any case.
+# The float32 weights of a model that is being built.
 PARAMETER_BYTES = 4
-# Of a token of a batch: position, id, and the copies of both while it is read, and of the batch that is read ahead.
+# A token of a batch: position, id, copies of both while it is read, and the same in the batch that is read ahead.
 TOKEN_BYTES = 40
-# Of a byte of text while it is read and tokenized, at least: 4.0 to 7.0 with chars and bytes (measured, 67 MB).
+# The least for a byte of text that is read and tokenized: 4.0 to 7.0 with chars and bytes (measured, 67 MB).
 TEXT_BYTES = 4
 # A layer's matrix (rows, columns) reads as many values of each token as it has columns, and makes as many as it has
 # rows. float32, kept for the backward pass, and with their gradients: 4.7 to 9.9 bytes for each of both (measured with
@@ -30,7 +30,7 @@ MOST_ACTIVATIONS_BYTES, SHARE_OF_FREE = 2**30, 4
 
 
 def windows_at_once(shapes: Iterable[torch.Size], context: int, free_bytes: int | None) -> int:
-    """How many windows a CPU computes at once at most, at least 1.
+    """The largest number of windows that a CPU computes at once; at least 1.
 
     Args:
         shapes: of the model's parameters.
@@ -45,18 +45,15 @@ def windows_at_once(shapes: Iterable[torch.Size], context: int, free_bytes: int 
 
 
 def check_window(shapes: Iterable[torch.Size], context: int, free_bytes: int | None) -> None:
-    """Raise ConfigError if a CPU cannot compute one window; whoever starts a run chooses its length.
+    """Raise ConfigError if a CPU cannot compute one window. The peer that starts a run chooses the length of windows.
 
-    Arguments as of `windows_at_once`.
+    The arguments are those of `windows_at_once`.
     """
     # A table of positions, which has a row for each, is only read.
     matrices = (shape for shape in shapes if len(shape) >= 2 and shape[-2] != context)
     needed = LEAST_ACTIVATION_BYTES * _values_of_a_token(matrices) * context
-    if free_bytes is not None and needed > free_bytes:
-        raise ConfigError(
-            f"--context {context}: training on one window takes {size(needed)} or more, and {size(free_bytes)} of "
-            f"memory are free; join or start a run with a shorter one"
-        )
+    wanted = f"--context {context}: training on one window takes {size(needed)} or more"
+    _check_free(needed, free_bytes, wanted, "join or start a run with a shorter one")
 
 
 def _values_of_a_token(shapes: Iterable[torch.Size]) -> int:
@@ -65,20 +62,15 @@ def _values_of_a_token(shapes: Iterable[torch.Size]) -> int:
 
 def check_tokens(flag: str, tokens: int, free_bytes: int | None) -> None:
     """Raise ConfigError if the ids of so many tokens, which are read at once, do not fit."""
-    if free_bytes is not None and TOKEN_BYTES * tokens > free_bytes:
-        raise ConfigError(
-            f"{flag} {tokens}: their ids alone take {size(TOKEN_BYTES * tokens)}, and {size(free_bytes)} of memory are "
-            f"free; give fewer"
-        )
+    needed = TOKEN_BYTES * tokens
+    _check_free(needed, free_bytes, f"{flag} {tokens}: their ids alone take {size(needed)}", "give fewer")
 
 
 def check_text(source: str, size_bytes: int, free_bytes: int | None) -> None:
     """Raise ConfigError if text of so many bytes, which is loaded whole, does not fit."""
-    if free_bytes is not None and TEXT_BYTES * size_bytes > free_bytes:
-        raise ConfigError(
-            f"--data {source}: {size(size_bytes)} of text take {size(TEXT_BYTES * size_bytes)} while it is read, and "
-            f"{size(free_bytes)} of memory are free; make token files of it with `p2ptrain data prepare`"
-        )
+    needed = TEXT_BYTES * size_bytes
+    wanted = f"--data {source}: {size(size_bytes)} of text take {size(needed)} while it is read"
+    _check_free(needed, free_bytes, wanted, "make token files of it with `p2ptrain data prepare`")
 
 
 def check_parameters(model: str, num_parameters: int, free_bytes: int | None) -> None:
@@ -87,8 +79,10 @@ def check_parameters(model: str, num_parameters: int, free_bytes: int | None) ->
     `num_parameters`: at least so many; a table may get more rows once the run's tokenizer is known.
     """
     needed = PARAMETER_BYTES * num_parameters
-    if free_bytes is not None and needed > free_bytes:
-        raise ConfigError(
-            f"--model {model}: its weights take at least {size(needed)} ({num_parameters:,} parameters), and "
-            f"{size(free_bytes)} of memory are free; train a smaller model"
-        )
+    wanted = f"--model {model}: its weights take at least {size(needed)} ({num_parameters:,} parameters)"
+    _check_free(needed, free_bytes, wanted, "train a smaller model")
+
+
+def _check_free(needed_bytes: int, free_bytes: int | None, wanted: str, fix: str) -> None:
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise ConfigError(f"{wanted}, and {size(free_bytes)} of memory are free; {fix}")

@@ -38,7 +38,7 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("RTX 4090", 165.2e12),
     ("RTX 3090", 71e12),
 )
-# Other devices with such names: parts of a GPU, and other GPUs.
+# Words in the names of parts of a GPU, and of other GPUs with similar names.
 _OTHERS = frozenset({"mig", "laptop", "ti", "d"})
 
 
@@ -77,9 +77,8 @@ def utilisation_of(model: nn.Module, device: torch.device) -> float | None:
 def _of_transformers(model: CausalLM, counted: int) -> float | None:
     theirs: Any = model.lm
     config = theirs.config
-    layers, heads, width = (
-        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    )
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    layers, heads, width = (getattr(config, name, None) for name in names)
     if not (layers and heads and width) or any("expert" in name for name in config.to_dict()):
         return None
     if not config.tie_word_embeddings:

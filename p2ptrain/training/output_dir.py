@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from p2ptrain.errors import ConfigError
 
-# Guess: more peers than these are not started in one directory without --out.
+# Guess: nobody starts more peers than this in one directory without --out.
 MAX_NUMBERED = 100
 KNOWN_PEERS_FILE = "peers.txt"
 
@@ -48,9 +48,9 @@ def claim_out(out: str | None, run_id: str, *, joins: bool) -> Iterator[Path]:
 
 
 def has_run(out: str | None, run_id: str) -> bool:
-    """Whether the directory that `claim_out` would give a first peer holds a run to continue.
+    """Whether the directory that `claim_out` would give a first peer holds a run that it can continue.
 
-    That is a checkpoint, or the addresses of the others. Raises ConfigError if the directory cannot be used.
+    Such a directory has a checkpoint, or the addresses of other peers. Raises ConfigError if it cannot be used.
     """
     directory = Path(out or f"p2ptrain-{run_id}")
     try:
@@ -60,7 +60,7 @@ def has_run(out: str | None, run_id: str) -> bool:
         return False  # the name is too long: making the directory reports it
     lock = _lock(directory)
     if lock is None:
-        return False  # it is another peer's, which is running
+        return False  # another peer is running there
     lock.release()
     return True
 

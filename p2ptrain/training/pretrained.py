@@ -57,8 +57,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
 
     Args:
         model: the model as every peer of the run builds it.
-        weights: by name, as in `model.state_dict()`, or as there with torch's wrappers around the model or parts of
-            it, such as that of `torch.compile`. For tied tensors one name is enough.
+        weights: tensors by their names in `model.state_dict()`. Names may have the prefixes of torch's wrappers, such
+            as `torch.compile`. For tied tensors one name is enough.
         origin: where the weights come from, for messages.
 
     Raises:
@@ -107,16 +107,16 @@ def load_saved(model: nn.Module, weights: Mapping[str, torch.Tensor], run: RunCo
 
 
 def _by_our_names(weights: Mapping[str, torch.Tensor], plain: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """A file's tensors by the names that they have in the model; those that are not in it, or twice, by their own.
+    """Rename a file's tensors as the model names them. Those that the model lacks, or has already, keep their names.
 
     Args:
-        plain: the model's names, and what they are without torch's wrappers.
+        plain: each name in the model, and the same name without torch's wrappers.
     """
     ours = {name: own for own, name in plain.items()}
     named = {name: new for name, new in weights.items() if name in plain}
     for name, new in weights.items():
         bare = ".".join(part for part in name.split(".") if part not in WRAPPED)
-        # Of DataParallel and DistributedDataParallel, around the whole model.
+        # DataParallel and DistributedDataParallel add `module.` to all names.
         found = ours.get(bare) or ours.get(bare.removeprefix("module.")) or name
         named.setdefault(found if found not in named else name, new)
     return named
@@ -137,9 +137,8 @@ def _refuse(names: Collection[str], total: int, origin: str, first: str, rest: s
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     if isinstance(error, OSError) and error.strerror:
-        return ConfigError(
-            f"--init-from {path}: cannot be read ({error.strerror}); give a checkpoint directory or .safetensors file"
-        )
+        fix = "give a checkpoint directory or .safetensors file"
+        return ConfigError(f"--init-from {path}: cannot be read ({error.strerror}); {fix}")
     return ConfigError(
         f"--init-from {path}: is not a complete safetensors file ({error}); "
         f"write one with safetensors.torch.save_file(model.state_dict(), …)"

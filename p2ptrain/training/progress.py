@@ -1,4 +1,4 @@
-"""What a peer says of its training every few seconds: loss, speed, time left.
+"""The progress of a peer's training, summed up every few seconds: loss, speed, time left.
 
 The speed is that of training alone: evaluations, checkpoints and waits are left out, so that it changes only when
 training does. The time left adds the evaluations that are still to come.
@@ -83,7 +83,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast the run's position moves: its steps, and seconds of training. Those `memory` steps ago count 1/e."""
+    """How fast the run's position moves: a decaying mean in which what is `memory` steps ago counts 1/e."""
 
     memory: float
     steps: float = 0.0
@@ -137,16 +137,15 @@ class ProgressMeter:
         """All ranks: sum up the steps since the last summary; there must be one. The next begins anew."""
         peer, trainer, recent, eval_loss = self._peer, self._trainer, self._recent, self._evaluation.loss
         seconds = max(sum(done.seconds for done in recent), 1e-9)
-        # Of the run's steps, not of ours: a slow peer is not its measure.
+        # The pace counts the run's steps, not ours, which are fewer on a slow peer.
         self._pace = self._pace.after(peer.run_step - self._run_step, seconds)
         self._recent, self._run_step = [], peer.run_step
-        # Of all ranks: each has its own text.
-        loss, tokens = trainer.ranks.total(
-            sum(done.loss for done in recent), float(sum(done.tokens for done in recent))
-        )
+        # Each rank trains on its own text.
+        loss, tokens = trainer.ranks.total(sum(done.loss for done in recent), sum(done.tokens for done in recent))
+        total, eval_s = peer.run.total_steps, self._evaluation.seconds
         return TrainingProgress(
             run_step=peer.run_step,
-            total_steps=peer.run.total_steps,
+            total_steps=total,
             round=peer.round,
             peers=1 + len(peer.alive),
             loss=loss / len(recent) / trainer.ranks.size,
@@ -155,13 +154,7 @@ class ProgressMeter:
             tokens_per_s=tokens / seconds,
             mfu=trainer.utilisation and trainer.utilisation * tokens / seconds / trainer.ranks.size,
             exchange=sum(done.exchange_s for done in recent) / seconds,
-            left_s=time_left_s(
-                self._pace,
-                peer.run_step,
-                peer.run.total_steps,
-                eval_every=self._eval_every,
-                eval_s=self._evaluation.seconds,
-            ),
+            left_s=time_left_s(self._pace, peer.run_step, total, eval_every=self._eval_every, eval_s=eval_s),
             sent=sum(done.report.sent for done in recent),
             merged=sum(done.report.merged for done in recent),
             skipped=sum((Counter(done.report.skipped) for done in recent), Counter()),

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from p2ptrain.peer.model_layout import ModelParts
     from p2ptrain.peer.peer import Peer
 
-# The other ranks wait as long for rank 0, which joins, downloads the model and writes checkpoints while they wait. A
-# process that ends is noticed at once, and torchrun then ends the others.
+# How long the other ranks wait for rank 0, which joins, downloads the model and writes checkpoints meanwhile. A process
+# that ends is noticed at once, and torchrun then ends the others.
 JOIN_TIMEOUT = datetime.timedelta(days=1)
-# Rank 0 waits as long for the others, and all do in a step: far longer than the times differ that ranks of one machine
-# take to start, to read data or for a step. A process that hangs is given up after it, unless it is rank 0.
+# How long rank 0 waits for the others, and every rank in a step. The ranks of one machine start, read data and take
+# steps at nearly the same speed. After this time a process counts as hanging, unless it is rank 0.
 STEP_TIMEOUT = datetime.timedelta(minutes=10)
 # torchrun notices that a process has ended, and so frees its number, within a tenth of a second.
 GONE_TIMEOUT_S, GONE_POLL_S = 2.0, 0.05
-# What gloo says of a collective in which another rank did not take part in time.
+# Part of gloo's error when another rank did not take part in a collective in time.
 _TIMED_OUT = "Timed out"
 
 
@@ -68,7 +68,7 @@ class Ranks:
         return self.total(float(flag))[0] > 0
 
     def tell(self, message: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The message of rank 0, of JSON values. Other ranks leave it out."""
+        """Return the message of rank 0, which consists of JSON values. Other ranks pass None."""
         return (message or {}) if self._several is None else self._several.tell(message or {})
 
     def copy(self, tensor: torch.Tensor) -> None:
@@ -77,11 +77,11 @@ class Ranks:
             self._several.copy(tensor)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, which have the same shape and dtype. The result is on the CPU."""
+        """Return the tensors of all ranks, on the CPU. They must have the same shape and dtype."""
         return [tensor] if self._several is None else self._several.gather(tensor)
 
     def once(self, error: ConfigError) -> BaseException:
-        """What to raise for an error that all ranks have met: the others end without a word, as rank 0 says it."""
+        """The exception to raise for an error that all ranks have: only rank 0 reports it, the others end silently."""
         return error if self.is_first else SystemExit(0)
 
     def agreed(self, stop: Callable[[], bool]) -> tuple[Callable[[], bool], Callable[[], float]]:
@@ -102,19 +102,19 @@ class Ranks:
         return agreed_stop, lambda: now_s
 
     @contextmanager
-    def lost_ranks_said(self, *, first_speaks: bool = False) -> Iterator[None]:
-        """Raise TransientError with the number of a rank whose end has made this block fail.
+    def lost_ranks_reported(self, *, first_speaks: bool = False) -> Iterator[None]:
+        """If this block fails because a rank has ended, raise TransientError with the number of that rank.
 
-        Only one rank does; the others wait for its end, and then end without a word.
+        Only one rank raises it. The others wait until that one has ended, and then end silently.
 
         Args:
-            first_speaks: whether rank 0 says by itself why it ends, as it does before training.
+            first_speaks: whether rank 0 reports by itself why it ends, as it does before training.
         """
         try:
             yield
         except (RuntimeError, PeerLostError) as error:
             if self._several is None or isinstance(error, ConfigError):
-                raise  # NotAllowedError is of both kinds, and tells of another machine
+                raise  # NotAllowedError is a PeerLostError too, and is about another machine
             ignore_signals()  # torchrun ends all processes when one has ended
             if not (lost := self._gone()):
                 if _TIMED_OUT not in str(error) and not isinstance(error, dist.DistStoreError):
@@ -132,7 +132,7 @@ class Ranks:
             ) from error
 
     def _gone(self) -> list[int]:
-        """The ranks whose processes have ended, once there is one; empty if all are there after GONE_TIMEOUT_S."""
+        """Wait for a rank whose process has ended. Returns these ranks; none if all still run after GONE_TIMEOUT_S."""
         deadline_s = time.monotonic() + GONE_TIMEOUT_S
         while not (lost := [rank for rank, pid in enumerate(self._pids) if not _is_there(pid)]):
             if time.monotonic() > deadline_s:
@@ -217,10 +217,10 @@ def join_ranks(
         enter: joins the run with the model; called on rank 0, and left out on the others.
 
     Returns:
-        The peer that all ranks are together; and on rank 0 what is on the network, which is the same if there is one.
+        The peer that all ranks form together; and on rank 0 the peer on the network, the same object with one process.
 
     Raises:
-        ConfigError, TimeoutError: what `enter` raised on rank 0. The other ranks end without a word.
+        ConfigError, TimeoutError: `enter` raised it on rank 0. The other ranks end silently.
     """
     if ranks.group is None:
         assert enter is not None
@@ -233,5 +233,5 @@ def join_ranks(
     except (ConfigError, TimeoutError) as error:
         if ranks.is_first:
             raise
-        raise SystemExit(0) from error  # rank 0 says it
+        raise SystemExit(0) from error  # rank 0 reports it
     return member, member.peer

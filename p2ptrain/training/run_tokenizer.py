@@ -1,4 +1,4 @@
-"""The tokenizer of a run: chosen by who starts it, and got from the other peers by who joins without it."""
+"""The tokenizer of a run: the peer that starts the run chooses it, and a joiner without it asks the other peers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def given_tokenizer(name: str | None, source: Source) -> Tokenizer | None:
-    """The tokenizer that the user named, or that made the user's tokens. None: the run's, or one that is to be made.
+    """The tokenizer that the user named, or that made the user's tokens.
 
-    Raises ConfigError if it cannot be used, or the tokens were made by another one.
+    None if the user leaves it to the run, or wants a new one (train:N). Raises ConfigError if it cannot be used, or if
+    another one made the tokens.
     """
     if isinstance(source, TextFiles):
         return None if name is None else find_tokenizer(name)
@@ -44,9 +45,9 @@ def given_tokenizer(name: str | None, source: Source) -> Tokenizer | None:
 
 
 def first_tokenizer(name: str | None, source: Source, say: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer of a run that starts here, if `given_tokenizer` found none. Blocks while it is made."""
+    """The tokenizer for a run that starts here without a given one. Blocks while it is made."""
     if isinstance(source, TokenFolder):
-        return source.placeholder()
+        return Ids(source.vocab_size)  # a placeholder: it is not known
     if name is None:
         return Characters()
     say(f"making a tokenizer of {trained_size(name):,} ids from {source.source}")
@@ -84,20 +85,12 @@ def tokenizer_of(
             f"--tokenizer FILE.json, or token files as --data"
         )
     if tokenizer.vocab_size != run.vocab_size:
-        raise ConfigError(
-            f"run {run.run_id!r} says {run.vocab_size:,} ids, and its tokenizer has {tokenizer.vocab_size:,}: whoever "
-            f"started it runs another version; start it again"
-        )
-    if tokenizer.file and not is_saved:
-        _save(out / TOKENIZER_FILE, tokenizer.file)
+        sizes = f"run {run.run_id!r} says {run.vocab_size:,} ids, and its tokenizer has {tokenizer.vocab_size:,}"
+        raise ConfigError(f"{sizes}: another version of p2ptrain started it; start it again")
+    if tokenizer.file and not is_saved:  # a run that only this peer trains cannot be continued without it
+        path, fix = out / TOKENIZER_FILE, "free space there, or give another --out"
+        try:
+            write_whole(path, tokenizer.file)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}; {fix}") from error
     return tokenizer
-
-
-def _save(path: Path, file: bytes) -> None:
-    """Keep the tokenizer: a run that only this peer trains cannot be continued without it."""
-    try:
-        write_whole(path, file)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; free space there, or give another --out"
-        ) from error

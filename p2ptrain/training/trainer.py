@@ -19,13 +19,12 @@ from p2ptrain.algorithms.metrics import sample_indices
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
-from p2ptrain.training.data.read_ahead import ReadAhead
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
-from p2ptrain.training.fsdp import is_fsdp, own_values, whole
+from p2ptrain.training.data.windows import ReadAhead
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.mfu import utilisation_of
 from p2ptrain.training.models import context_length
-from p2ptrain.training.parallel import average_gradients, without_averaging, wrap
+from p2ptrain.training.parallel import average_gradients, is_fsdp, own_values, whole, without_averaging, wrap
 from p2ptrain.training.ranks import Ranks
 
 # For the demo model and simulations: as much as 16 steps of 256 characters, which cost about six steps to evaluate.
@@ -34,8 +33,8 @@ EVAL_TOKENS = 4096
 EVAL_BATCH = 16
 # Enough coordinates for a correlation to within a percent or two; 5 kB per line of the metrics file.
 SAMPLED_WEIGHTS = 512
-# Of several ranks, steps in which the micro-batch may be halved. Memory that suffices for the second one, which has the
-# optimizer's state, does for all.
+# Several ranks may halve the micro-batch only in their first steps. Memory that suffices for the second one, when the
+# optimizer has its state, suffices for all.
 PROBED_STEPS = 2
 # Guess: after so many steps in a row without a finite gradient, training does not recover.
 MAX_LOST_STEPS = 50
@@ -53,12 +52,12 @@ def never() -> bool:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a trainer trains and evaluates on.
+    """The text that a trainer trains and evaluates on.
 
     Attributes:
         corpus: the text.
         spans: int64 (spans, 2), ranges of the training text to draw windows from (`Partition.spans`); None for all.
-        tokenizer: of the text, to count the bytes of what is evaluated.
+        tokenizer: tokenizer of the text, to count the bytes of the evaluated text.
         eval_tokens: tokens to evaluate on, rounded to windows; all held-out text if that is less.
     """
 
@@ -70,7 +69,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Execution:
-    """How this machine computes steps.
+    """Settings of this machine for computing steps.
 
     Attributes:
         micro_batch: windows per forward and backward pass; gradients of a step are accumulated. None: all of a step at
@@ -90,12 +89,13 @@ class Execution:
 
 
 class Trainer:
-    """A model with its optimizer and its text windows. Owns the optimizer; the caller owns the model.
+    """Trains a model on windows of text. It owns the optimizer; the caller owns the model.
 
     Attributes:
         context: tokens of a window.
-        step_windows: windows of a step of all ranks; eval_windows: those that are evaluated on.
-        bytes_per_token: bytes of UTF-8 in a token of what is evaluated; None if that is not known.
+        step_windows: windows of a step, over all ranks; eval_windows: windows of an evaluation.
+        micro_batch: windows that this rank computes at once.
+        bytes_per_token: bytes of UTF-8 per token of the evaluated text; None if that is not known.
         utilisation: share of the GPU's peak that one token a second takes (`mfu`); None if that is not known.
     """
 
@@ -116,8 +116,7 @@ class Trainer:
             run: gives the inner optimizer, its rates and schedule, and the gradient's limit.
             batch_size: windows of text per step, of this rank.
             seed: seeds this peer's windows and torch's global generator (dropout).
-            ranks: train the model together, each on windows of its own; all call every method.
-                None: there is one.
+            ranks: train the model together, each on its own windows; all call every method. None: there is one.
 
         Raises:
             ConfigError: the text, or every span of it, is shorter than one window; or the held-out text is bad.
@@ -138,15 +137,15 @@ class Trainer:
         self._forward = cast(nn.Module, torch.compile(self._parallel)) if execution.compiled else self._parallel
         self._precision = execution.precision
         self._halves = execution.micro_batch is None
-        self._micro_batch = min(batch_size, execution.micro_batch or execution.most_at_once or batch_size)
+        self.micro_batch = min(batch_size, execution.micro_batch or execution.most_at_once or batch_size)
         self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 and not self._is_sharded else 0
         eval_count = max(1, round(data.eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
         self.eval_windows = len(self._eval_windows[0])
-        # Sharded ranks cannot halve it: it is no more than the user lets them train on at once.
+        # Sharded ranks cannot halve it, so it is at most the micro-batch that the user chose.
         self._eval_batch = min(EVAL_BATCH, execution.most_at_once or EVAL_BATCH)
         if self._is_sharded:
-            self._eval_batch = min(self._eval_batch, self._micro_batch)
+            self._eval_batch = min(self._eval_batch, self.micro_batch)
         self.bytes_per_token = _bytes_per_token(data.tokenizer, self._eval_windows[1])
         self.utilisation = utilisation_of(model, self._device)
         self.optimizer = InnerOptimizer(model, run)
@@ -160,7 +159,7 @@ class Trainer:
 
         Args:
             run_step: chooses the learning rate.
-            stop: asked after each micro-batch but the last.
+            stop: asked after each micro-batch except the last one.
 
         Raises:
             ConfigError: the gradient was not finite MAX_LOST_STEPS times in a row, the data is bad, or memory does not
@@ -186,17 +185,12 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss, inputs.numel()
 
-    @property
-    def micro_batch(self) -> int:
-        """Windows that this rank computes at once."""
-        return self._micro_batch
-
     @torch.no_grad()
     def evaluate(self, stop: Callable[[], bool] = never) -> float:
-        """Mean loss in nats on the fixed windows of held-out text.
+        """Return the mean loss in nats on the fixed windows of held-out text.
 
-        Not compiled: torch.compile would compile the model once more for it. Raises Stopped if `stop()`, which is asked
-        before each batch, is true, and ConfigError if memory does not suffice for one window.
+        It does not use the compiled model, which torch.compile would compile once more. Raises Stopped if `stop()`,
+        asked before each batch, is true, and ConfigError if memory does not suffice for one window.
         """
         self.model.eval()
         rank, size, count = self.ranks.rank, self.ranks.size, len(self._eval_windows[0])
@@ -250,15 +244,15 @@ class Trainer:
             **whole(self.optimizer.state_dict(), self.ranks),
             "windows": self._windows.state_dict(),
             **random_state,
-            "micro_batch": self._micro_batch,
+            "micro_batch": self.micro_batch,
             "other_ranks": others,
             "data": self._data_digest,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue what `state_dict` gave on rank 0. Ranks that were not there then draw what their seeds say.
+        """Continue from a `state_dict` of rank 0. Ranks that did not exist then start with their own seeds.
 
-        Another text than before is logged, and used: windows are drawn at random, and nothing else depends on it.
+        If the text has changed, a warning is logged and the new text is used: only the random windows depend on it.
         """
         self.optimizer.load_state_dict(state)
         rank, windows = self.ranks.rank, state["windows"]
@@ -273,11 +267,11 @@ class Trainer:
         ranks = [state, *state.get("other_ranks", ())]
         if rank < len(ranks):
             self._load_random_state(ranks[rank])
-        if self._halves:  # it fits, and sums in another order would be other sums
-            self._micro_batch = min(self._micro_batch, state.get("micro_batch", self._micro_batch))
+        if self._halves:  # this many windows fit, and another number would sum in another order
+            self.micro_batch = min(self.micro_batch, state.get("micro_batch", self.micro_batch))
 
     def _random_state(self) -> dict[str, torch.Tensor]:
-        """The random states that dropout draws from. Batches depend on the stream's seed and position alone."""
+        """The random states that dropout uses. Batches depend only on the stream's seed and position."""
         state = {"torch_rng": torch.get_rng_state()}
         if self._device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self._device)
@@ -293,39 +287,45 @@ class Trainer:
             torch.mps.set_rng_state(state["mps_rng"])
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
-        """Add up the gradients of a step's micro-batches, and average them over the ranks.
+        """Add up the gradients of a step's micro-batches, average them over the ranks. Returns this rank's mean loss.
 
-        If memory does not suffice, tries again with half as many windows at once. Several ranks do so together, and
-        only in the first steps: in later ones they average while they compute, and cannot try again alone. Raises
-        ConfigError if one window is too many, or their number is fixed, and Stopped. Returns this rank's mean loss in
-        nats.
+        If memory does not suffice, it tries again with half as many windows at once. Several ranks do so together, and
+        only in the first steps: in later ones they average while they compute, and none can try again alone. Raises
+        Stopped, and ConfigError if one window is too many, or if their number is fixed.
         """
-        probing, fits, loss = self._probes_left > 0, False, 0.0
-        while not fits:
+        probing = self._probes_left > 0
+        loss: float | None = None
+        while loss is None:
             try:
-                # What ranks ask each other must not depend on which of them have memory.
+                # All ranks must make the same collective calls, whichever of them run out of memory.
                 loss = self._backward(inputs, targets, never if probing else stop)
-                fits = True
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
-                if not self._halves or self._micro_batch == 1 or (self.ranks.size > 1 and not probing):
-                    fix = "train a smaller model" if self._micro_batch == 1 else "give --micro-batch auto, or fewer"
-                    if self._micro_batch > 1 and (self._halves or self._is_sharded):
-                        when = "with --fsdp" if self._is_sharded else "after the first steps of several processes"
-                        fix = f"give a smaller --micro-batch; auto cannot halve it {when}"
-                    raise ConfigError(
-                        f"--micro-batch {self._micro_batch}: {self._device} is out of memory; {fix}"
-                    ) from error
-            if probing:
-                fits = not self.ranks.any(not fits)
-            if not fits:
+                if fix := self._memory_fix(probing):
+                    fault = f"--micro-batch {self.micro_batch}: {self._device} is out of memory"
+                    raise ConfigError(f"{fault}; {fix}") from error
+            if probing and self.ranks.any(loss is None):
+                loss = None
+            if loss is None:
                 self.optimizer.zero_grad()
-                self._micro_batch = self._halved(self._micro_batch, "(--micro-batch)")
+                self.micro_batch = self._halved(self.micro_batch, "(--micro-batch)")
         if probing:
             average_gradients(self.model.parameters(), self._parallel)
             self._probes_left -= 1
         return loss
+
+    def _memory_fix(self, probing: bool) -> str:
+        """What the user can do when memory does not suffice for a step; empty if the micro-batch can be halved."""
+        if self.micro_batch == 1:
+            return "train a smaller model"
+        if self._is_sharded:
+            return "give a smaller --micro-batch; auto cannot halve it with --fsdp"
+        if not self._halves:
+            return "give --micro-batch auto, or fewer"
+        if self.ranks.size > 1 and not probing:
+            return "give a smaller --micro-batch; auto cannot halve it after the first steps of several processes"
+        return ""
 
     def _halved(self, windows: int, purpose: str) -> int:
         if self._device.type == "cuda":
@@ -342,13 +342,13 @@ class Trainer:
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _backward(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
-        """One try at it. A method of its own: after an error its variables, and so the graph, are gone."""
+        """Run all micro-batches once. A method of its own, so that an error frees its variables, and so the graph."""
         total = torch.zeros((), device=self._device)
-        parts = list(zip(*(torch.split(part, self._micro_batch) for part in (inputs, targets)), strict=True))
+        parts = list(zip(*(torch.split(part, self.micro_batch) for part in (inputs, targets)), strict=True))
         for number, (some_inputs, some_targets) in enumerate(parts, 1):
             if number > 1 and stop():
                 raise Stopped
-            # Averaged once, while the last backward pass computes.
+            # The ranks average once, while the last backward pass computes.
             averages = number == len(parts) and not self._probes_left
             with nullcontext() if averages else without_averaging(self._parallel):
                 loss = self._loss(self._forward, some_inputs, some_targets) * (len(some_inputs) / len(inputs))
@@ -380,6 +380,6 @@ def _bytes_per_token(tokenizer: Tokenizer | None, windows: torch.Tensor) -> floa
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    # GPUs have a class of their own; for the CPU and Apple's GPU torch raises plain RuntimeError.
+    # Only CUDA has a class of its own; for the CPU and Apple's GPU torch raises plain RuntimeError.
     texts = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in texts)

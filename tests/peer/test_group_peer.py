@@ -200,7 +200,7 @@ def test_the_command_line_says_on_rank_0_why_it_cannot_join_and_ends_the_others_
 
     def work(rank: int, group: dist.ProcessGroup) -> BaseException:
         ranks = Ranks(group)
-        with pytest.raises((NotAllowedError, SystemExit)) as ended, ranks.lost_ranks_said(first_speaks=rank > 0):
+        with pytest.raises((NotAllowedError, SystemExit)) as ended, ranks.lost_ranks_reported(first_speaks=rank > 0):
             join_ranks(new_model(0), ranks, refuse if rank == 0 else None)
         return ended.value
 

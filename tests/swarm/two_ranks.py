@@ -20,9 +20,9 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.torchrun import launch_of
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Corpus, RandomWindows
-from p2ptrain.training.fsdp import shard, whole
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.models import GPT, GPTConfig
+from p2ptrain.training.parallel import shard, whole
 from p2ptrain.training.ranks import Ranks, open_ranks
 from p2ptrain.training.trainer import PROBED_STEPS, Execution, Trainer, TrainingData
 
@@ -133,7 +133,7 @@ def parameters_may_be_unused(ranks: Ranks) -> None:
             ranks=ranks,
             execution=Execution(micro_batch=None if probes else 2),
         )
-        trainer._micro_batch = 2
+        trainer.micro_batch = 2
         for step in range(STEPS):
             trainer.step(step)
         torch.testing.assert_close(flat(ours), flat(alone), rtol=1e-3, atol=1e-4)

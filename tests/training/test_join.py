@@ -33,8 +33,8 @@ from p2ptrain.training import checkpoint, job
 from p2ptrain.training.data.prepare import prepare
 from p2ptrain.training.data.tokenizer_file import train_tokenizer
 from p2ptrain.training.join import check_local, join_run
+from p2ptrain.training.loop import _size_line
 from p2ptrain.training.models import build
-from p2ptrain.training.take_part import _size_line
 from p2ptrain.training.trainer import Trainer, TrainingData
 from tests.fakes import MADDR, FakeNetworkSession, FakePeer
 from tests.training.characters import VOCAB_SIZE

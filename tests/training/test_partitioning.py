@@ -12,11 +12,17 @@ from torch import nn
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import partitioning
-from p2ptrain.training.data import Corpus, Partition
+from p2ptrain.training.data import Corpus
 from p2ptrain.training.data.corpus import BLOCK_TOKENS
-from p2ptrain.training.data.partition import block_bounds
 from p2ptrain.training.models import GPT, GPTConfig
-from p2ptrain.training.partitioning import block_features, choose_share, make_partition, train_briefly
+from p2ptrain.training.partitioning import (
+    Partition,
+    block_bounds,
+    block_features,
+    choose_share,
+    make_partition,
+    train_briefly,
+)
 from tests.training.characters import encode
 
 CPU = torch.device("cpu")

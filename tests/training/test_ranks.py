@@ -35,7 +35,7 @@ def test_a_rank_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> str:
         members = Ranks(group)
         try:
-            with members.lost_ranks_said():
+            with members.lost_ranks_reported():
                 if rank == 1:
                     is_said.wait()
                 else:

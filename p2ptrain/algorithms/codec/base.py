@@ -1,4 +1,4 @@
-"""What all codecs have in common."""
+"""The type of all codecs, `Codec`, and what they share: chunks, sizes, bounds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Encoded = bytes | memoryview
 # 65536 values: their positions fit 16 bits, and as float32 (256 KiB) they stay in a core's second-level cache.
 CHUNK_BLOCKS = 1024
 FLOAT_MAX = float(np.finfo(np.float32).max)
-# Decay per round of values that were not sent (SparseLoCo: error feedback with a moving average). With three levels too
-# it was simulated with this value only.
+# Decay per round of values that were not sent (SparseLoCo: error feedback with a moving average). The ternary codec was
+# simulated only with this value, too.
 ERROR_DECAY = 0.95
 
 
@@ -54,7 +54,7 @@ class Codec:
         return self._encode(np.ascontiguousarray(blocks, np.float32).reshape(-1, BLOCK))
 
     def encode_difference(self, one: Blocks, other: Blocks, bound: float) -> bytes:
-        """What `encode` makes of `one - other`, both contiguous (n, 64) float32 and only read.
+        """Encode `one - other`, as `encode` does. Both are contiguous (n, 64) float32 and only read.
 
         Raises ValueError if a difference is NaN, or farther than `bound` from 0.
         """
@@ -65,7 +65,7 @@ class Codec:
     def decode(self, data: Encoded, num_blocks: int) -> Blocks:
         """Return the (num_blocks, 64) float32 values in `data`: fresh, writable, finite, the same bits everywhere.
 
-        Raises WireError if the size is wrong, or the bytes are not such that `encode` can make.
+        Raises WireError if the size is wrong, or `encode` cannot make such bytes.
         """
         return self._decode(self._sized(data, num_blocks), num_blocks)
 
@@ -82,7 +82,7 @@ class Codec:
         total += values
 
     def check(self, data: Encoded, num_blocks: int) -> None:
-        """Raise what `decode` would raise. With most codecs a small part of its work."""
+        """Raise the errors that `decode` would raise; with most codecs that is much less work."""
         (self._check or self._decode)(self._sized(data, num_blocks), num_blocks)
 
     def squared_norm(self, data: Encoded, num_blocks: int, counted: int, bound: float = math.inf) -> float:
@@ -103,11 +103,9 @@ class Codec:
         return float(np.einsum("ij,ij->", values[:counted], values[:counted], dtype=np.float64))
 
     def _sized(self, data: Encoded, num_blocks: int) -> memoryview:
-        view = memoryview(data)
-        if view.nbytes != self.size_bytes(num_blocks):
-            raise WireError(
-                f"{view.nbytes} bytes for {num_blocks} blocks in {self.name}: must be {self.size_bytes(num_blocks)}"
-            )
+        view, size = memoryview(data), self.size_bytes(num_blocks)
+        if view.nbytes != size:
+            raise WireError(f"{view.nbytes} bytes for {num_blocks} blocks in {self.name}: must be {size}")
         return view
 
 
@@ -122,6 +120,14 @@ def difference(one: Blocks, other: Blocks, bound: float) -> Blocks:
         values = np.subtract(one, other)
     if values.size and not is_within(values, bound):
         raise ValueError(f"a value is not finite, or beyond {bound:g}")
+    return values
+
+
+def row_sums(values: Blocks) -> Blocks:
+    """(n, 1) sums of (n, 64) values. Halves are added to halves: the order of `sum` depends on the vector unit."""
+    while values.shape[1] > 1:
+        half = values.shape[1] // 2
+        values = values[:, :half] + values[:, half:]
     return values
 
 

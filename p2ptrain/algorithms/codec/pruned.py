@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.codec.base import Blocks, Codec, chunks, per_block
+from p2ptrain.algorithms.codec.base import Blocks, Codec, chunks, per_block, row_sums
 from p2ptrain.algorithms.codec.scaled import EIGHT_BITS, SCALE_BYTES
 from p2ptrain.errors import ConfigError, WireError
 
@@ -42,11 +42,7 @@ def pruned_int8(prune_fraction: float) -> Codec:
 def keep_mask(blocks: Blocks, kept: int) -> npt.NDArray[np.bool_]:
     """Return which `kept` values of each (n, 64) block stay, (n, 64) bool. Magnitudes within 2^-17 are ties."""
     with np.errstate(over="ignore", invalid="ignore"):
-        mass = blocks
-        # Add halves to halves, because the order of `sum` depends on the vector unit.
-        while mass.shape[1] > 1:
-            half = mass.shape[1] // 2
-            mass = mass[:, :half] + mass[:, half:]
+        mass = row_sums(blocks)
         agrees = np.where(mass >= 0, blocks > 0, blocks < 0)
     # Non-negative floats sort as their bits do; the free sign bit puts the elected sign above the other.
     rank = blocks.view(np.uint32) & np.uint32(0x7FFF_FFC0)

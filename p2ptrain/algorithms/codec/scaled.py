@@ -32,7 +32,8 @@ SCALE_MIN = 0x0080
 class Loops(Protocol):
     """The loops over n blocks and their code: n scales (bfloat16, little-endian), then the packed steps of n blocks.
 
-    `StepWidth` has them in numpy, `_Native` in C; both give the same bits. They only read their arguments, but `total`.
+    `StepWidth` has them in numpy, `_Native` in C; both give the same bits. They change none of their arguments except
+    `total`.
     """
 
     def encode(self, blocks: Blocks, minus: Blocks | None, bound: float) -> bytes:
@@ -40,7 +41,7 @@ class Loops(Protocol):
         ...
 
     def decode(self, data: memoryview, num_blocks: int) -> Blocks:
-        """step · scale. Raises WireError, as the other two do, on a scale that `encode` does not make."""
+        """Return step · scale. Raises WireError, as the two below do, on a scale that `encode` does not make."""
         ...
 
     def add(self, data: memoryview, num_blocks: int, share: np.float32, total: Blocks) -> None:
@@ -48,7 +49,7 @@ class Loops(Protocol):
         ...
 
     def squares(self, data: memoryview, num_blocks: int) -> Norms:
-        """(n,) squared norms of the blocks: the scale is taken out of the sum."""
+        """Return the squared norms of the blocks, (n,)."""
         ...
 
 
@@ -85,7 +86,7 @@ class StepWidth:
         np.copyto(steps, np.clip(exact, -self.most, self.most, out=exact), casting="unsafe")
 
     def dequantise(self, scales: Scales, steps: Steps) -> Blocks:
-        """(n, 64) step · scale. Raises WireError on a scale that `quantise` does not make. Every step is possible."""
+        """Return (n, 64) step · scale. Raises WireError on a scale that `quantise` does not make; any step is fine."""
         self._check(scales)
         return np.multiply(steps, scale_values(scales)[:, None], dtype=np.float32)
 
@@ -144,7 +145,7 @@ FOUR_BITS = StepWidth(4, np.float32(7), 0x7DFF)
 
 @dataclass(frozen=True)
 class _Native:
-    """`Loops` in C. What they refuse is given to the reference, which raises the error."""
+    """`Loops` in C. If C refuses an input, the numpy reference gets it, and raises the error."""
 
     library: ctypes.CDLL
     width: StepWidth

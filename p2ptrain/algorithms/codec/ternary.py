@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.codec.base import ERROR_DECAY, Blocks, Codec, chunks, per_block
+from p2ptrain.algorithms.codec.base import ERROR_DECAY, Blocks, Codec, chunks, per_block, row_sums
 from p2ptrain.algorithms.codec.scaled import INF_BITS, SCALE_BYTES, SCALE_MIN, Scales, scale_values
 from p2ptrain.errors import WireError
 
@@ -39,23 +39,15 @@ def _encode(blocks: Blocks) -> bytes:
         if magnitudes.view(np.uint32).max() >= INF_BITS:
             raise ValueError("a value is not finite")
         magnitudes *= _UNIT
-        large = magnitudes > _THRESHOLD * (_sum(magnitudes) * _UNIT)
+        large = magnitudes > _THRESHOLD * (row_sums(magnitudes) * _UNIT)
         counts = np.maximum(np.count_nonzero(large, axis=1), 1).astype(np.float32)
-        exact = _sum(magnitudes * large)[:, 0] / (counts * _UNIT)
+        exact = row_sums(magnitudes * large)[:, 0] / (counts * _UNIT)
         # To the nearest bfloat16, which is never subnormal, so that a CPU that flushes subnormals decodes the same.
         bits = np.clip((exact.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16), SCALE_MIN, _SCALE_MAX)
         scales[chunk] = bits * (exact > 0)
         bitmaps[0, chunk] = np.packbits(large & (blocks[chunk] > 0), axis=1, bitorder="little")
         bitmaps[1, chunk] = np.packbits(large & (blocks[chunk] < 0), axis=1, bitorder="little")
     return scales.tobytes() + bitmaps.tobytes()
-
-
-def _sum(values: Blocks) -> Blocks:
-    """(n, 1) sums of (n, 64) values. Halves are added to halves: the order of `sum` depends on the vector unit."""
-    while values.shape[1] > 1:
-        half = values.shape[1] // 2
-        values = values[:, :half] + values[:, half:]
-    return values
 
 
 def _read(data: memoryview, num_blocks: int) -> tuple[Scales, Bitmaps]:

@@ -48,7 +48,7 @@ def load(path: str) -> ctypes.CDLL:
 
 
 def address(array: npt.NDArray[np.generic]) -> int:
-    """Where a contiguous array begins, for a call of the library."""
+    """The address of a contiguous array, for a call of the library."""
     assert array.flags.c_contiguous
     return int(array.ctypes.data)
 

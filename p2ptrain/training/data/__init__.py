@@ -1,4 +1,4 @@
-"""Text to train on: tokenizers, token files, a split that is the same everywhere, shares, and each peer's windows.
+"""Text to train on: tokenizers, token files, a split that is the same everywhere, and each peer's windows.
 
 >>> corpus = load_corpus("stdlib", Characters())
 >>> windows = RandomWindows(corpus.training, context=64, batch_size=4, seed=peer.data_seed)
@@ -6,18 +6,8 @@
 """
 
 from p2ptrain.training.data.corpus import Corpus, Tokens
-from p2ptrain.training.data.partition import Partition
 from p2ptrain.training.data.source import load_corpus
 from p2ptrain.training.data.tokenizer import Characters, Tokenizer
 from p2ptrain.training.data.windows import RandomWindows, fixed_windows
 
-__all__ = [
-    "Characters",
-    "Corpus",
-    "Partition",
-    "RandomWindows",
-    "Tokenizer",
-    "Tokens",
-    "fixed_windows",
-    "load_corpus",
-]
+__all__ = ["Characters", "Corpus", "RandomWindows", "Tokenizer", "Tokens", "fixed_windows", "load_corpus"]

@@ -27,11 +27,11 @@ from p2ptrain.training.memory import check_text
 # 5 % is a common share; nothing here depends on it being large.
 HELD_OUT_ONE_IN = 20
 BLOCK_TOKENS = 4096
-# As git tells text from binary.
+# Bytes in which a zero byte means that a file is not text, as in git.
 _LOOKED_AT_BYTES = 8192
 # A default run (2000 steps of 256 characters) sees an eighth of it; more would only take longer to load.
 STDLIB_BYTES = 4 * 2**20
-# Left out: tests, tables, installed packages, and modules that only some installations have.
+# Tests, tables, installed packages, and modules that only some installations have.
 _STDLIB_SKIPPED = frozenset({
     "__phello__", "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",
     "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
@@ -68,8 +68,8 @@ class TextFiles:
     """Texts by their names, before they are tokenised.
 
     Attributes:
-        source: what the user gave, for errors.
-        texts: the texts, by their relative paths, in order.
+        source: the user's value of --data, for errors.
+        texts: relative path and text of each file, in order.
     """
 
     source: str
@@ -80,10 +80,9 @@ class TextFiles:
         files = list(zip([name for name, _ in self.texts], self._encoded(tokenizer), strict=True))
         held_out = [tokens for name, tokens in files if _is_held_out(name)]
         training = [tokens for name, tokens in files if not _is_held_out(name)]
-        if held_out and training:
-            return _checked(np.concatenate(training), np.concatenate(held_out), tokenizer, self.source)
-        # With few files, one side can be empty.
-        return self._split_by_block(np.concatenate([tokens for _, tokens in files]), tokenizer)
+        if not held_out or not training:  # as with few files: split by blocks
+            training, held_out = self._blocks(np.concatenate([tokens for _, tokens in files]), tokenizer)
+        return _checked(np.concatenate(training), np.concatenate(held_out), tokenizer, self.source)
 
     def _encoded(self, tokenizer: Tokenizer) -> list[NDArray[Any]]:
         encoded = tokenizer.encode([text for _, text in self.texts])
@@ -91,7 +90,8 @@ class TextFiles:
             return encoded
         return [np.append(tokens, tokens.dtype.type(tokenizer.separator)) for tokens in encoded]
 
-    def _split_by_block(self, tokens: NDArray[Any], tokenizer: Tokenizer) -> Corpus:
+    def _blocks(self, tokens: NDArray[Any], tokenizer: Tokenizer) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+        """The blocks of a text to train on, and those that are held out: at least one."""
         blocks = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
         if len(blocks) < 2:
             raise ConfigError(
@@ -100,16 +100,12 @@ class TextFiles:
             )
         held_out = {number for number in range(len(blocks)) if _is_held_out(str(number))}
         held_out = held_out or {min(range(len(blocks)), key=lambda number: _hash(str(number)))}
-        return _checked(
-            np.concatenate([block for number, block in enumerate(blocks) if number not in held_out]),
-            np.concatenate([block for number, block in enumerate(blocks) if number in held_out]),
-            tokenizer,
-            self.source,
-        )
+        training = [block for number, block in enumerate(blocks) if number not in held_out]
+        return training, [blocks[number] for number in sorted(held_out)]
 
 
 def unit(tokenizer: Tokenizer) -> str:
-    """What the user calls this tokenizer's tokens."""
+    """The user's word for this tokenizer's tokens."""
     return "characters" if tokenizer.identity == CHARS else "tokens"
 
 
@@ -136,7 +132,7 @@ def read_texts(source: str) -> TextFiles:
         raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror}); check it") from error
     if _is_binary(content):
         raise ConfigError(
-            f"--data {source}: holds zero bytes, so it is not text; give plain text in UTF-8, or token files (.bin)"
+            f"--data {source}: holds zero bytes, so it is not text; give UTF-8 text, or token files (.bin)"
         )
     return TextFiles(source, [(path.name, _text(content))])
 
@@ -158,7 +154,7 @@ def _checked(training: NDArray[Any], held_out: NDArray[Any], tokenizer: Tokenize
 def _stdlib_files() -> Iterator[tuple[str, str]]:
     """Modules of Python's standard library in the order of their paths; up to STDLIB_BYTES, by the hash of the path."""
     root = Path(sysconfig.get_path("stdlib"))
-    # These two are written for each installation.
+    # The two names that are left out are written for each installation.
     found = [
         (name, path)
         for name, path in _walk(root, skipped=_STDLIB_SKIPPED)
@@ -171,9 +167,8 @@ def _stdlib_files() -> Iterator[tuple[str, str]]:
             break
         chosen.append((name, path))
     if size_bytes < STDLIB_BYTES // 4:
-        raise ConfigError(
-            f"--data stdlib: {root} holds only {size_bytes} bytes of Python's own source; give text with --data FILE"
-        )
+        too_few = f"{root} holds only {size_bytes} bytes of Python's own source"
+        raise ConfigError(f"--data stdlib: {too_few}; give text with --data FILE")
     for name, path in sorted(chosen):
         yield name, _text(path.read_bytes())
 

@@ -1,7 +1,7 @@
 """Documents of text files, .jsonl, .parquet and Hugging Face datasets, cut into units that processes read one by one.
 
-A unit is a file or a part of one, of UNIT_BYTES at most where the format allows it. Files that are compressed, and
-shards of a dataset, are one unit each. Nothing is loaded whole.
+A unit is a file or a part of one, of at most UNIT_BYTES where the format allows it. A compressed file is one unit, and
+so is a shard of a dataset. Nothing is loaded whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zstandard
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.training.hub import is_hub_there
+from p2ptrain.training.hub import is_hub_there, library_errors
 
 UNIT_BYTES = 64 * 2**20
 # Plain text has no documents: it is cut at line ends, so that some of it can be held out.
@@ -28,7 +28,7 @@ TEXT_BYTES = 64 * 2**10
 LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst")
 DATASET = "hub:"
-# Which of these a dataset has that was saved with save_to_disk.
+# A directory that datasets' save_to_disk wrote has one of these files.
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
 ZSTD_READ_BYTES = 2**17
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
@@ -42,7 +42,7 @@ class Unit:
         kind, path: how to read it, and the file, or the name of the dataset.
         start, end: bytes of a plain file, row groups of a .parquet file, or the number of a dataset's shard and their
             count. A line belongs to the unit in which it begins.
-        size_bytes: for the progress; 0 if not known.
+        size_bytes: shows that a source has changed; 0 if it is not known.
     """
 
     kind: Kind
@@ -65,17 +65,14 @@ def find_units(sources: tuple[str, ...], split: str) -> list[Unit]:
     """All units of files, directories and datasets, in order. Raises ConfigError if a source has none."""
     units: list[Unit] = []
     for source in sources:
-        if source.startswith(DATASET):
+        path = Path(source).expanduser()
+        if source.startswith(DATASET) or any((path / name).is_file() for name in SAVED_DATASET):
             found = _dataset_units(source, split)
+        elif path.is_file() or path.is_dir():
+            found = [unit for file in _files(path) for unit in _units_of(file)]
         else:
-            path = Path(source).expanduser()
-            if not (path.is_file() or path.is_dir()):
-                what = "neither a file nor a directory" if path.exists() else "no such file or directory"
-                raise ConfigError(f"{source}: {what}; give files, directories or hub:NAME")
-            if any((path / name).is_file() for name in SAVED_DATASET):
-                found = _dataset_units(source, split)
-            else:
-                found = [unit for file in _files(path) for unit in _units_of(file)]
+            what = "neither a file nor a directory" if path.exists() else "no such file or directory"
+            raise ConfigError(f"{source}: {what}; give files, directories or hub:NAME")
         if not found:
             raise ConfigError(f"{source}: holds no text; give .txt, .jsonl, .parquet files, or a directory of them")
         units += found
@@ -83,7 +80,7 @@ def find_units(sources: tuple[str, ...], split: str) -> list[Unit]:
 
 
 def read_documents(unit: Unit, field: str, split: str) -> Iterator[Document]:
-    """The documents of a unit, in order. `field` names the text in records. Raises ConfigError for what is not text."""
+    """The documents of a unit, in order. `field` of a record has its text. Raises ConfigError if data is not text."""
     try:
         if unit.kind == "text":
             yield from _text_documents(unit)
@@ -108,28 +105,23 @@ def _files(path: Path) -> list[Path]:
         found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     for file in found:
         if file.is_symlink() and not file.exists():
-            raise ConfigError(
-                f"{file}: is a link to a missing file ({os.readlink(file)}); restore it, or remove the link"
-            )
+            target = os.readlink(file)
+            raise ConfigError(f"{file}: is a link to a missing file ({target}); restore it, or remove the link")
     return [file for file in found if file.is_file() and file.stat().st_size]
-
-
-def _stem_suffix(path: Path) -> str:
-    """The suffix of a file's name, without that of its compression."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 def _units_of(path: Path) -> list[Unit]:
     size, name = path.stat().st_size, str(path)
     if path.suffix == ".parquet":
         return _parquet_units(path)
-    kind: Kind = "jsonl" if _stem_suffix(path) in LINES else "text"
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    kind: Kind = "jsonl" if suffix in LINES else "text"
     if path.suffix in COMPRESSED:
         return [Unit(kind, name, 0, -1, size)]
     if kind == "text":
         with path.open("rb") as stream:
             if b"\0" in stream.read(8192):
-                return []  # as git tells text from binary
+                return []  # not text, as in git
     starts = range(0, max(1, size), UNIT_BYTES)
     return [Unit(kind, name, start, min(size, start + UNIT_BYTES), min(size - start, UNIT_BYTES)) for start in starts]
 
@@ -182,7 +174,7 @@ def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
     with _open(unit) as stream:
         at = 0
         if unit.start:
-            # A line that begins at the border is this unit's: look at the byte before.
+            # A line that begins exactly at the border belongs to this unit, so read from the byte before it.
             stream.seek(unit.start - 1)
             at = unit.start - 1 + len(stream.readline())
         while (unit.end < 0 or at < unit.end) and (line := stream.readline()):
@@ -196,7 +188,7 @@ def _text_documents(unit: Unit) -> Iterator[Document]:
     for at, line in _lines(unit):
         if b"\0" in line:
             raise ConfigError(f"{unit.path}, byte {at:,}: holds a zero byte, so it is not text; leave this file out")
-        if size >= TEXT_BYTES:  # not the last piece: this line follows
+        if size >= TEXT_BYTES:  # another piece follows, as there is this line
             yield Document(_decoded(b"".join(lines)), f"{unit.path}, byte {first:,}", is_whole=False)
             lines, size = [], 0
         if not lines:
@@ -272,7 +264,8 @@ def _dataset(source: str, split: str) -> Any:
     require_extra("data", f"{DATASET}NAME")
     import datasets
 
-    try:
+    check = "the name, --split and the connection" if source.startswith(DATASET) else "--split"
+    with library_errors(f"{source}, split {split}: cannot be loaded", f"check {check}"):
         if source.startswith(DATASET):
             name, _, config = source.removeprefix(DATASET).partition(":")
             if not Path(name).is_dir() and not is_hub_there():
@@ -280,10 +273,6 @@ def _dataset(source: str, split: str) -> Any:
             return datasets.load_dataset(name, config or None, split=split, streaming=True)
         found = datasets.load_from_disk(str(Path(source).expanduser()))
         return (found[split] if isinstance(found, datasets.DatasetDict) else found).to_iterable_dataset()
-    except Exception as error:  # the library and its loaders raise anything
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        check = "the name, --split and the connection" if source.startswith(DATASET) else "--split"
-        raise ConfigError(f"{source}, split {split}: cannot be loaded ({text}); check {check}") from error
 
 
 def _of_record(record: dict[str, Any], field: str, place: str) -> Document:

@@ -11,17 +11,16 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import MAX_VOCAB_SIZE
 
 META_FILE = "meta.json"
-# While it is prepared, a directory has this folder in the place of META_FILE.
+# While a directory is prepared, it has this folder instead of META_FILE.
 UNFINISHED = ".progress"
-VERSION = 1
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of tokens. `sha256` is that of the whole file."""
+    """One file of tokens. `sha256` is the hash of the whole file."""
 
-    # No path: a file beside the meta.json.
+    # A name without a path: the file is beside the meta.json.
     file: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+\.bin$")]
     split: Literal["train", "val"]
     documents: Count
@@ -30,13 +29,13 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `meta.json` holds.
+    """The content of a `meta.json`.
 
     Attributes:
         tokenizer: identity of the tokenizer, as in `RunConfig.tokenizer`.
-        name: what the user called it.
+        name: the user's name for it.
         separator: the id after each document, or None.
-        dtype: of the ids in all files, little-endian.
+        dtype: type of the ids in all files, little-endian.
     """
 
     version: Literal[1]
@@ -50,7 +49,7 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_meta(folder: Path) -> Meta:
-    """Read and check the `meta.json` of a folder. Raises ConfigError if it is none, OSError if it cannot be read."""
+    """Read and check the `meta.json` of a folder. Raises ConfigError if it is invalid, OSError if it is unreadable."""
     path = folder / META_FILE
     try:
         meta = msgspec.json.decode(path.read_bytes(), type=Meta)
@@ -62,7 +61,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 def _contradiction(meta: Meta) -> str | None:
-    """What cannot be true of any files."""
+    """A contradiction in the file, in words; None if there is none."""
     if meta.separator is not None and not 0 <= meta.separator < meta.vocab_size:
         return f"separator {meta.separator} is none of the {meta.vocab_size:,} ids"
     seen: set[str] = set()
@@ -76,5 +75,5 @@ def _contradiction(meta: Meta) -> str | None:
 
 
 def encoded(meta: Meta) -> bytes:
-    """The content of its file."""
+    """The bytes of the meta.json."""
     return msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n"

@@ -1,7 +1,7 @@
-"""`p2ptrain data prepare`: documents to memory-mapped shards of token ids, in several processes.
+"""`p2ptrain data prepare`: turns documents into shards of token ids, in several processes.
 
 A unit (`documents.Unit`) becomes one shard of training text, and one of held-out text if any of its documents is held
-out. What a finished unit wrote is noted beside it. The same command continues after an interruption.
+out. A file notes the shards of each finished unit. After an interruption, the same command continues.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Literal
+from typing import Any, Literal
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -39,7 +39,7 @@ from p2ptrain.training.data.tokenizer_file import (
 
 JOB_FILE = "job.json"
 LOCK_FILE = ".lock"
-# Encoded at once: bounds the memory of a process, together with the longest document.
+# Characters encoded at once. With the longest document, this bounds the memory of a process.
 BATCH_CHARACTERS = 2**20
 # A tokenizer is trained on the first of this many characters, spread over the units. More makes it hardly better.
 TRAINED_ON_CHARACTERS = 64 * 2**20
@@ -47,7 +47,7 @@ TRAINED_ON_CHARACTERS = 64 * 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """What is prepared. An interrupted preparation is continued only by an equal job."""
+    """The data to prepare, and how. Only an equal job continues an interrupted preparation."""
 
     sources: tuple[str, ...]
     units: tuple[Unit, ...]
@@ -64,7 +64,7 @@ class Job:
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What a unit became. `empty`: documents without text, and where the first one is."""
+    """The shards made from a unit. `empty`: documents without text, and where the first one is."""
 
     shards: list[Shard]
     empty: int = 0
@@ -73,12 +73,10 @@ class Done(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Progress:
-    """Units and bytes that are done. `bytes_total` is 0 if that is not known."""
+    """The units that are done, and their tokens."""
 
     units: int
     units_total: int
-    bytes: int
-    bytes_total: int
     tokens: int
 
 
@@ -107,19 +105,18 @@ def prepare(
 
     Args:
         sources: files, directories, or hub:NAME of a dataset.
-        tokenizer: as `--tokenizer` of `p2ptrain join`.
-        field: of a record, the one with the text.
-        split: of a dataset.
+        tokenizer: its name, as for `--tokenizer` of `p2ptrain join`.
+        field: field of a record that has the text.
+        split: split of a dataset.
         held_out: share of the documents to hold out for evaluation, chosen by the hash of their text.
-        jobs: processes.
+        jobs: number of processes.
 
     Raises ConfigError for bad input, or if `out` holds something else.
     """
     with _locked(out):
         if (out / META_FILE).exists():
-            raise ConfigError(
-                f"--out {out}: holds prepared data already ({META_FILE}); give another --out, or remove it"
-            )
+            held = f"--out {out}: holds prepared data already ({META_FILE})"
+            raise ConfigError(f"{held}; give another --out, or remove it")
         units = tuple(find_units(sources, split))
         for name in (*sources, *(unit.path for unit in units), field, split):
             _check_text(name)
@@ -135,27 +132,20 @@ def prepare(
         try:
             for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
                 done[number] = found
-                finished = [done[number] for number in done]
-                on_progress(
-                    Progress(
-                        len(done),
-                        len(units),
-                        sum(units[n].size_bytes for n in done),
-                        sum(unit.size_bytes for unit in units),
-                        sum(shard.tokens for found in finished for shard in found.shards),
-                    )
-                )
+                tokens = sum(shard.tokens for finished in done.values() for shard in finished.shards)
+                on_progress(Progress(len(done), len(units), tokens))
         except ConfigError:
             _withdraw(notes, out, len(units))
             raise
         in_order = [done[number] for number in range(len(units))]
+        dtype: Any = token_dtype(chosen.vocab_size).__name__
         meta = Meta(
             version=1,
             tokenizer=chosen.identity,
             name=tokenizer,
             vocab_size=chosen.vocab_size,
             separator=chosen.separator,
-            dtype=_dtype(chosen),
+            dtype=dtype,
             sources=list(sources),
             shards=[shard for found in in_order for shard in found.shards],
         )
@@ -168,7 +158,7 @@ def prepare(
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Hold the directory, made if it is not there; errors of its files become ConfigErrors."""
+    """Create the directory if it is missing, and lock it within the block. Errors of its files become ConfigErrors."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK_FILE, blocking=False):
@@ -182,15 +172,11 @@ def _locked(out: Path) -> Iterator[None]:
 def _tokenizer(
     name: str, out: Path, units: tuple[Unit, ...], field: str, split: str, say: Callable[[str], None]
 ) -> Tokenizer:
-    """The named tokenizer; the one made by an interrupted preparation, rather than another made from the same text."""
+    """The named tokenizer. For train:N, the one of an interrupted preparation, or else one that is made here."""
     found = find_tokenizer(name)
     if found is not None:
         return found
-    size = trained_size(name)
-    try:
-        begun = msgspec.json.decode((out / UNFINISHED / JOB_FILE).read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.MsgspecError):
-        begun = {}
+    size, begun = trained_size(name), _begun(out)
     if begun.get("name") == name and (made := read_tokenizer(out, begun.get("tokenizer", ""), 2)) is not None:
         return made
     say(f"making a tokenizer of {size:,} ids; with much text this takes minutes")
@@ -212,14 +198,20 @@ def _sample(units: tuple[Unit, ...], field: str, split: str) -> Iterator[str]:
                 break
 
 
+def _begun(out: Path) -> dict[str, str]:
+    """The note of the job that was begun here; empty if there is none. Raises ConfigError if it is damaged."""
+    path = out / UNFINISHED / JOB_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except msgspec.MsgspecError:
+        raise ConfigError(f"--out {out}: {path} is damaged; give another --out, or remove it") from None
+
+
 def _claim(notes: Path, job: Job, out: Path) -> None:
-    """Note what is prepared here. Raises ConfigError if another preparation was begun here."""
-    path = notes / JOB_FILE
-    if path.exists():
-        try:
-            begun = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-        except msgspec.MsgspecError:
-            raise ConfigError(f"--out {out}: {path} is damaged; give another --out, or remove it") from None
+    """Write down which job prepares this directory. Raises ConfigError if another one was begun here."""
+    if begun := _begun(out):
         if begun.get("digest") != job.digest:
             raise ConfigError(
                 f"--out {out}: another preparation was begun there (tokenizer {begun.get('name')!r}), or its sources "
@@ -230,11 +222,11 @@ def _claim(notes: Path, job: Job, out: Path) -> None:
         raise ConfigError(f"--out {out}: is not empty ({foreign[0]}); give a new directory")
     notes.mkdir(exist_ok=True)
     noted = {"digest": job.digest, "tokenizer": job.tokenizer, "name": job.name}
-    write_whole(path, msgspec.json.encode(noted))
+    write_whole(notes / JOB_FILE, msgspec.json.encode(noted))
 
 
 def _withdraw(notes: Path, out: Path, units: int) -> None:
-    """Remove what `_claim` noted if no part is done, so that a corrected command can have the same directory."""
+    """If no part is done, remove the note of the job, so that a corrected command can use the same directory."""
     if any(_note(notes, number) is not None for number in range(units)):
         return
     for pattern in (TOKENIZER_FILE, "train-*.part", "val-*.part"):
@@ -245,26 +237,17 @@ def _withdraw(notes: Path, out: Path, units: int) -> None:
 
 def _run(job: Job, out: Path, numbers: list[int], jobs: int) -> Iterator[tuple[int, Done]]:
     """Prepare units in `jobs` processes; yields each as it is done. Raises the first error."""
-    if jobs == 1 or len(numbers) == 1:
+    if jobs == 1 or len(numbers) <= 1:
         for number in numbers:
             yield number, prepare_unit(job, out, number)
         return
-    # Not forked: threads of the tokenizers library do not survive it.
+    # Spawned, because threads of the tokenizers library do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, max(1, len(numbers))), context, _end_with_parent) as pool:
-        running: dict[Future[Done], int] = {}
-        waiting = iter(numbers)
+    with ProcessPoolExecutor(min(jobs, len(numbers)), context, end_with_parent) as pool:
         try:
-            while True:
-                for number in waiting:
-                    running[pool.submit(prepare_unit, job, out, number)] = number
-                    if len(running) >= 2 * jobs:
-                        break
-                if not running:
-                    return
-                finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    yield running.pop(future), future.result()
+            number_of = {pool.submit(prepare_unit, job, out, number): number for number in numbers}
+            for future in as_completed(number_of):
+                yield number_of[future], future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -303,31 +286,27 @@ class _Writer:
     """Writes one shard under a temporary name; hashes it as it is written."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._part = path.with_suffix(".part")
-        self._stream: IO[bytes] | None = None
+        self._path, self._part = path, path.with_suffix(".part")
+        self._stream = self._part.open("wb", buffering=2**20)
         self._hash = hashlib.sha256()
-        self._tokens = 0
-        self.documents = 0
+        self._tokens = self.documents = 0
 
     def add(self, content: bytes, tokens: int) -> None:
-        if self._stream is None:
-            self._stream = self._part.open("wb", buffering=2**20)
         self._stream.write(content)
         self._hash.update(content)
         self._tokens += tokens
 
     def finish(self, split: Literal["train", "val"]) -> Shard | None:
-        """Give the file its name; None if nothing was written."""
-        if self._stream is None:
-            return None
+        """Give the file its name. If nothing was written, remove it and return None."""
         self.close()
+        if not self._tokens:
+            self._part.unlink()
+            return None
         self._part.replace(self._path)
         return Shard(self._path.name, split, self.documents, self._tokens, self._hash.hexdigest())
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        self._stream.close()
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -349,14 +328,14 @@ def _is_held_out(text: str, share: float) -> bool:
 
 
 def _note(notes: Path, number: int) -> Done | None:
-    """What a finished unit became; None if it is not done."""
+    """Read the note of a finished unit; None if it is not done."""
     try:
         return msgspec.json.decode((notes / f"{number:06d}.json").read_bytes(), type=Done)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In a worker process: end it when its parent is killed, so that it does not write beside the next attempt."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -375,9 +354,3 @@ def _check_text(name: str) -> None:
     except UnicodeEncodeError as error:
         shown = name.encode(errors="backslashreplace").decode()
         raise ConfigError(f"{shown}: is not UTF-8, as {META_FILE} needs it; give another name") from error
-
-
-def _dtype(tokenizer: Tokenizer) -> Literal["uint8", "uint16", "uint32"]:
-    name = token_dtype(tokenizer.vocab_size).__name__
-    assert name in ("uint8", "uint16", "uint32")
-    return name  # type: ignore[return-value]

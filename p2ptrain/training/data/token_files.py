@@ -22,28 +22,29 @@ from p2ptrain.settings.config import MAX_VOCAB_SIZE
 from p2ptrain.settings.files import open_file
 from p2ptrain.training.data.corpus import HELD_OUT_ONE_IN, Corpus
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, read_meta
-from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE, IDS, Ids, Tokenizer
+from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE, IDS, Tokenizer
 from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 
 # The header of llm.c's files: 256 int32, which begin with magic, version and number of tokens.
 HEADER_BYTES = 1024
 _HEADER = struct.Struct("<3i")
-# By the magic: version, dtype and number of ids of GPT-2's and of Llama 3's tokenizer (llm.c, dev/data/data_common.py).
+# Version, dtype and number of ids by magic, for GPT-2's and Llama 3's tokenizer (llm.c, dev/data/data_common.py).
 HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
     20240520: (1, np.uint16, GPT2_VOCAB_SIZE), 20240801: (7, np.uint32, 128_256),
 }  # fmt: skip
-# Of a .npy file.
+# The first bytes of a .npy file.
 NUMPY_MAGIC = b"\x93NUMPY"
-# How people name the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
+# Usual names of the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
-# Files may be larger than memory: of those without a header so many stretches of so many ids are looked at.
+# Files may be larger than memory. To guess the width of ids without a header, so many stretches of so many are read.
 _STRETCHES, _STRETCH = 16, 1024
-# For ids beyond the vocabulary, of files with more ids, so many stretches of so many in all, and at least the first and
-# last of each file: 8 MiB of ids of two bytes.
+# To find ids beyond the vocabulary in larger files, this many stretches of this many ids are read in all, and at least
+# the first and last of each file: 8 MiB of ids of two bytes.
 SAMPLES, SAMPLE_IDS = 64, 64 * 1024
-# In a shorter file it may be a chance that every second number is small.
+# In a shorter file every second number may be small by chance.
 _FEWEST = 64
-# Without a file to hold out, the end of the largest one is: a twentieth, or what an evaluation can use at most.
+# Without a file to hold out, the end of the largest one is held out: a twentieth, and at most as much as an evaluation
+# can use.
 MOST_HELD_OUT = 2**20
 
 
@@ -51,8 +52,8 @@ MOST_HELD_OUT = 2**20
 class TokenFile:
     """A file of token ids, memory-mapped: (tokens,) uint8, uint16 or uint32, from `offset` bytes after its start on.
 
-    `vocab_size`: of the tokenizer that files of this kind are made with. `sha256`: of the whole file, as its meta.json
-    says it; "" without one.
+    `vocab_size` is that of the tokenizer with which files of this kind are made. `sha256` is the hash of the whole file
+    in its meta.json; "" without one.
     """
 
     path: Path
@@ -65,7 +66,7 @@ class TokenFile:
         """Raise ConfigError if the file was cut off since it was opened: reading beyond its end kills the process."""
         try:
             size = self.path.stat().st_size
-        except OSError:  # removed: the system keeps it as long as it is mapped
+        except OSError:  # it was removed: the system keeps it as long as it is mapped
             return
         if size < self.offset + self.ids.nbytes:
             raise ConfigError(
@@ -74,18 +75,19 @@ class TokenFile:
             )
 
     def fingerprint(self) -> bytes:
-        """A hash of what is quick to read: its length, its first and last ids, and `sha256`."""
+        """A hash of its length, its first and last ids, and `sha256`, which are quick to read."""
         digest = hashlib.sha256(f"{len(self.ids)} {self.ids.dtype.str} {self.sha256} ".encode())
         digest.update(self.ids[:_STRETCH].tobytes() + self.ids[-_STRETCH:].tobytes())
         return digest.digest()
 
-    def place(self, position: int) -> str:
-        """Where a token is, for errors."""
-        return f"{self.path}, token {position:,} (byte {self.offset + position * self.ids.itemsize:,})"
+    def beyond(self, position: int, vocab_size: int) -> str:
+        """Describe an id that is beyond the vocabulary, and its place, for errors."""
+        place = f"token {position:,} (byte {self.offset + position * self.ids.itemsize:,})"
+        return f"{self.path}, {place}: id {self.ids[position]} is beyond the vocabulary of {vocab_size:,}"
 
 
 class TokenFiles:
-    """The ids of several files, one after the other."""
+    """The ids of several files, joined."""
 
     def __init__(self, files: Sequence[TokenFile], vocab_size: int) -> None:
         """Ids must be below `vocab_size`, which is checked as they are read."""
@@ -111,28 +113,23 @@ class TokenFiles:
         return ids
 
     def look(self) -> None:
-        """Raise ConfigError if a file that is not large, or a sample of a large one, has an id beyond the vocabulary.
+        """Raise ConfigError for an id beyond the vocabulary, in small files and in samples of large ones.
 
-        Reads some megabytes in all.
+        It reads a few megabytes in all.
         """
         samples = max(2, SAMPLES // len(self._files))
         for file in self._files:
             count = len(file.ids)
             is_large = count > samples * SAMPLE_IDS
             for start in np.linspace(0, count - SAMPLE_IDS, samples, dtype=np.int64) if is_large else [0]:
-                stop = start + SAMPLE_IDS if is_large else count
-                if file.ids[start:stop].max(initial=0) >= self._vocab_size:
-                    self._checked(file, np.arange(start, stop))
+                self._checked(file, np.arange(start, start + SAMPLE_IDS if is_large else count))
 
     def _checked(self, file: TokenFile, positions: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
         """The ids at these positions of a file. Raises ConfigError if one is beyond the vocabulary."""
         found = file.ids[positions]
         if found.max() >= self._vocab_size:
-            worst = int(np.argmax(found))
-            raise ConfigError(
-                f"--data: {file.place(int(positions[worst]))}: id {found[worst]} is beyond the vocabulary of "
-                f"{self._vocab_size:,}; give the tokenizer that made these files as --tokenizer"
-            )
+            fault = file.beyond(int(positions[np.argmax(found)]), self._vocab_size)
+            raise ConfigError(f"--data: {fault}; give the tokenizer that made these files as --tokenizer")
         return found
 
 
@@ -141,9 +138,9 @@ class TokenFolder:
     """Files of tokens to train on and to evaluate on.
 
     Attributes:
-        source: what the user gave, for errors.
-        training, held_out: the files; each at least one.
-        identity, vocab_size: of the tokenizer that made them; `IDS` if that is not known.
+        source: the user's value of --data, for errors.
+        training, held_out: the files; at least one of each.
+        identity, vocab_size: those of the tokenizer that made them; the identity is `IDS` if it is not known.
     """
 
     source: str
@@ -165,10 +162,6 @@ class TokenFolder:
         self.check_tokenizer(tokenizer)
         return tokenizer
 
-    def placeholder(self) -> Tokenizer:
-        """A placeholder for an unknown tokenizer."""
-        return Ids(self.vocab_size)
-
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError if another tokenizer made these files, or has another size than they say."""
         if self.identity not in (IDS, tokenizer.identity) and tokenizer.identity != IDS:
@@ -183,7 +176,7 @@ class TokenFolder:
             )
 
     def corpus(self, tokenizer: Tokenizer) -> Corpus:
-        """The tokens. Raises ConfigError if another tokenizer made them, as far as a quick look at their ids shows."""
+        """The tokens. Raises ConfigError if a quick look at their ids shows that another tokenizer made them."""
         self.check_tokenizer(tokenizer)
         vocab_size = tokenizer.vocab_size
         digest = hashlib.sha256(b"".join(file.fingerprint() for file in (*self.training, *self.held_out))).hexdigest()
@@ -226,7 +219,7 @@ def _prepared(folder: Path, meta: Meta) -> TokenFolder:
 
 
 def _given(source: str, paths: Iterable[Path]) -> TokenFolder:
-    """Files of nanoGPT, llm.c or modded-nanogpt. Those whose names have the word "val" are held out."""
+    """Open files of nanoGPT, llm.c or modded-nanogpt. Those whose names have the word "val" are held out."""
     training: list[TokenFile] = []
     held_out: list[TokenFile] = []
     for path in paths:
@@ -244,13 +237,12 @@ def _folder(
     if not training:
         raise ConfigError(f"--data {source}: no tokens to train on; give a folder with train.bin, or *train*.bin")
     if not held_out:
-        number = max(range(len(training)), key=lambda n: len(training[n].ids))
-        largest = training[number]
+        largest = max(training, key=lambda file: len(file.ids))
         count = min(MOST_HELD_OUT, len(largest.ids) // HELD_OUT_ONE_IN)
         if not count:
             raise ConfigError(f"--data {source}: {len(largest.ids)} tokens are too few to hold some out; give more")
         cut = len(largest.ids) - count
-        training[number] = replace(largest, ids=largest.ids[:cut])
+        training = [replace(file, ids=file.ids[:cut]) if file is largest else file for file in training]
         offset = largest.offset + cut * largest.ids.itemsize
         held_out = [replace(largest, ids=largest.ids[cut:], offset=offset)]
     return TokenFolder(source, training, held_out, identity, vocab_size)
@@ -289,12 +281,12 @@ def _open(path: Path) -> TokenFile:
 
 
 def _wider_than_two_bytes(ids: NDArray[Any]) -> int | None:
-    """4 or 8 if these uint16 look like the parts of ids with so many bytes; None if they look like ids.
+    """4 or 8 if these uint16 look like parts of ids of 4 or 8 bytes; None if they look like ids.
 
     The upper half of an id of 4 bytes is smaller than most lower halves, and below MAX_VOCAB_SIZE / 2**16. In no text
     is every second id that small.
     """
-    whole = ids[: len(ids) // 4 * 4]  # whatever may follow the last whole id
+    whole = ids[: len(ids) // 4 * 4]  # the file may end within an id
     if len(whole) < _FEWEST:
         return None
     starts = np.linspace(0, max(0, len(whole) - _STRETCH), _STRETCHES).astype(np.int64) // 4 * 4

@@ -1,9 +1,8 @@
-"""What is in a directory of token files, for `p2ptrain data info`."""
+"""Describes a directory of token files, for `p2ptrain data info`."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.formatting import count
+from p2ptrain.training.checkpoint import file_sha256
 from p2ptrain.training.data.meta import META_FILE, read_meta
 from p2ptrain.training.data.token_files import TokenFile, open_tokens
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
@@ -24,10 +24,10 @@ SHOWN_TOKENS = 64
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """What a directory holds.
+    """A summary of a directory of token files.
 
     Attributes:
-        tokenizer: identity of the tokenizer, or "ids" if it is not known; `name`: what the user called it.
+        tokenizer: identity of the tokenizer, or "ids" if it is not known; `name`: the user's name for it.
         documents: None if the files do not say it.
         begins, held_out_begins: how the texts begin; empty without a tokenizer.
         checked: whether everything was read.
@@ -70,14 +70,12 @@ class TokenInfo:
 def describe(directory: Path, *, check: bool, tokenizer_name: str | None = None) -> TokenInfo:
     """Look into a directory of token files; with `check`, read all of them.
 
-    `tokenizer_name`: what the user takes for the tokenizer that made them. Raises ConfigError if a file is bad, or
+    `tokenizer_name`: the tokenizer that made them, according to the user. Raises ConfigError if a file is bad, or
     another tokenizer made them.
     """
     folder = open_tokens(str(directory))
     if folder is None:
-        raise ConfigError(
-            f"{directory}: holds no token files; give a directory of p2ptrain data prepare, or of .bin files"
-        )
+        raise ConfigError(f"{directory}: holds no token files; give a directory of data prepare, or of .bin files")
     tokenizer = folder.tokenizer() if tokenizer_name is None else _named(tokenizer_name)
     vocab_size = folder.vocab_size if tokenizer is None else tokenizer.vocab_size
     if tokenizer is not None:
@@ -86,7 +84,7 @@ def describe(directory: Path, *, check: bool, tokenizer_name: str | None = None)
     meta = read_meta(path) if (path / META_FILE).is_file() else None
     if check:
         for shard in meta.shards if meta is not None else ():
-            if _sha256(path / shard.file) != shard.sha256:
+            if file_sha256(path / shard.file) != shard.sha256:
                 raise ConfigError(f"{path / shard.file}: was changed since it was prepared; copy or prepare it again")
         for file in (*folder.training, *folder.held_out):
             _check_ids(file, vocab_size)
@@ -130,12 +128,4 @@ def _check_ids(file: TokenFile, vocab_size: int) -> None:
         part = file.ids[first : first + CHECKED_IDS]
         worst = int(part.argmax())
         if part[worst] >= vocab_size:
-            raise ConfigError(
-                f"{file.place(first + worst)}: id {part[worst]} is beyond the vocabulary of {vocab_size:,}; another "
-                f"tokenizer made these files"
-            )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+            raise ConfigError(f"{file.beyond(first + worst, vocab_size)}; another tokenizer made these files")

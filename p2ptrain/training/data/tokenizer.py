@@ -1,6 +1,6 @@
-"""Tokenizers: text to token ids, and back. Those that need no file; `tokenizer_file` has the others.
+"""Tokenizers turn text into token ids, and back. Here are those that need no file; `tokenizer_file` has the others.
 
-All peers of a run share one: its identity and its number of ids are settings of the run.
+All peers of a run share one tokenizer: its identity and its number of ids are settings of the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from p2ptrain.errors import ConfigError
 
 CHARS, BYTES, IDS = "chars", "bytes", "ids"
-# nanoGPT's and llm.c's files say nothing of their tokenizer; both projects use GPT-2's.
+# nanoGPT's and llm.c's files do not name their tokenizer; both projects use GPT-2's.
 GPT2_VOCAB_SIZE = 50257
 
 _CHARACTERS = "\n\t" + "".join(map(chr, range(32, 127)))
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
     """Turns text into token ids, and ids into text.
 
     Attributes:
-        identity: what peers of a run must share (`RunConfig.tokenizer`): "chars", "bytes", "ids", or the hex SHA-256 of
+        identity: the same on all peers of a run (`RunConfig.tokenizer`): "chars", "bytes", "ids", or the hex SHA-256 of
             `file`.
         vocab_size: all ids are below it.
         separator: the id between two documents; None if there is none.
@@ -91,7 +91,7 @@ class Bytes:
 
 
 class Ids:
-    """Ids of a tokenizer that is not here: they can be trained on, but not written or read as text."""
+    """A placeholder for an unknown tokenizer: its ids can be trained on, but not made from text or shown as text."""
 
     identity = IDS
     separator = None
@@ -101,9 +101,7 @@ class Ids:
         self.vocab_size = vocab_size
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        raise ConfigError(
-            "--tokenizer ids: makes no tokens of text; give token files as --data, or the tokenizer that made them"
-        )
+        raise ConfigError("--tokenizer ids: makes no tokens of text; give token files as --data, or another tokenizer")
 
     def decode(self, tokens: Iterable[int]) -> str:
         return "".join(f" {token}" for token in tokens)

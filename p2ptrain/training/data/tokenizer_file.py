@@ -32,33 +32,33 @@ from p2ptrain.training.data.tokenizer import (
     Tokenizer,
     token_dtype,
 )
-from p2ptrain.training.hub import is_hub_there
+from p2ptrain.training.hub import first_line, is_hub_there
 
 TOKENIZER_FILE = "tokenizer.json"
 # Joiners get the file from other peers. Tokenizers of 262,144 ids have files of up to 33 MB, of 50,257 ids 1.4 to 3.6.
 MAX_FILE_BYTES = 8 * 2**20
-# As most models name the token between documents.
+# The usual name of the token between documents.
 SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # One id for each byte, and the separator: a smaller vocabulary cannot hold all text.
 LEAST_TRAINED = 257
 HUB, TRAIN = "hub:", "train:"
+_WITHOUT_FILE: dict[str, type[Characters] | type[Bytes]] = {CHARS: Characters, BYTES: Bytes}
 
 
 class TokenizerFile:
     """A tokenizer of a tokenizer.json."""
 
     def __init__(self, file: bytes, origin: str) -> None:
-        """`origin` names the file in errors. Raises ConfigError if it is none that can be used."""
+        """`origin` names the file in errors. Raises ConfigError if the file cannot be used."""
         if len(file) > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{origin}: has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners; give a smaller one"
-            )
-        with _said(f"{origin}: is not a tokenizer.json", "give one that Hugging Face's tokenizers wrote"):
+            too_many = f"has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners"
+            raise ConfigError(f"{origin}: {too_many}; give a smaller one")
+        with _library_errors(f"{origin}: is not a tokenizer.json", "give one that Hugging Face's tokenizers wrote"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
         # A text that mentions a special token does not become one, as in nanoGPT.
         self._tokenizer.encode_special_tokens = True
-        # These would cut texts, or fill them up.
+        # Truncation would cut texts, and padding would lengthen them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -72,21 +72,21 @@ class TokenizerFile:
         self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        with _said(f"{self._origin}: cannot encode a text", "give a tokenizer that has an id for every text"):
+        with _library_errors(f"{self._origin}: cannot encode a text", "give a tokenizer that has an id for every text"):
             encoded = self._tokenizer.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        with _said(f"{self._origin}: cannot write ids as text", "give another tokenizer"):
+        with _library_errors(f"{self._origin}: cannot write ids as text", "give another tokenizer"):
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 @contextmanager
-def _said(what: str, fix: str) -> Iterator[None]:
-    """Raise ConfigError for an error of the library. It raises plain Exception, and where it panics PanicException.
+def _library_errors(what: str, fix: str) -> Iterator[None]:
+    """Raise ConfigError for any error of the library: it raises plain Exception, and where it panics PanicException.
 
-    It panics at many kinds of odd files, and when the search for a regular expression takes too many tries. Whoever
-    starts a run chooses its tokenizer.
+    It panics at many kinds of odd files, and when the search for a regular expression takes too many tries. The file
+    may come from another peer: the one that started the run.
     """
     try:
         yield
@@ -102,10 +102,8 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     Raises ConfigError if there is none of that name, or its file cannot be used. Blocks for a download with hub:NAME,
     unless the file is in Hugging Face's cache.
     """
-    if name == CHARS:
-        return Characters()
-    if name == BYTES:
-        return Bytes()
+    if name in _WITHOUT_FILE:
+        return _WITHOUT_FILE[name]()
     if name == IDS or name.startswith(IDS + ":"):
         return Ids(_number(name, IDS + ":", 2) if ":" in name else GPT2_VOCAB_SIZE)
     if name.startswith(TRAIN):
@@ -114,7 +112,7 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     if name.startswith(HUB):
         return TokenizerFile(_from_hub(name.removeprefix(HUB)), f"--tokenizer {name}")
     path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         with open_file(path) as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
@@ -127,12 +125,14 @@ def find_tokenizer(name: str) -> Tokenizer | None:
 
 
 def read_tokenizer(folder: Path, identity: str, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer with this identity: one without a file, or that of the folder's tokenizer.json.
+    """The tokenizer with this identity: one that needs no file, or that of the folder's tokenizer.json.
 
-    None if that file is missing or another one. Raises ConfigError if it cannot be used.
+    None if that file is missing, or is another tokenizer. Raises ConfigError if it cannot be used.
     """
-    if identity in (CHARS, BYTES, IDS):
-        return Characters() if identity == CHARS else Bytes() if identity == BYTES else Ids(vocab_size)
+    if identity in _WITHOUT_FILE:
+        return _WITHOUT_FILE[identity]()
+    if identity == IDS:
+        return Ids(vocab_size)
     try:
         file = (folder / TOKENIZER_FILE).read_bytes()
     except OSError:
@@ -143,7 +143,7 @@ def read_tokenizer(folder: Path, identity: str, vocab_size: int) -> Tokenizer | 
 
 
 def as_file(tokenizer: Tokenizer) -> bytes:
-    """The content of a tokenizer.json that does what the tokenizer does, also for characters and bytes."""
+    """The content of a tokenizer.json that works like this tokenizer, also for characters and bytes."""
     if tokenizer.file:
         return tokenizer.file
     if isinstance(tokenizer, Bytes):
@@ -193,7 +193,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
 
 
 def _valid(text: str) -> str:
-    """The text without halves of surrogate pairs, which JSON can hold, and which are no text to the library."""
+    """The text without halves of surrogate pairs. JSON can hold them, and the library refuses them."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
@@ -212,12 +212,11 @@ def _from_hub(name: str) -> bytes:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = huggingface_hub.hf_hub_download(name, "tokenizer.json", local_files_only=not is_hub_there())
+        found = huggingface_hub.hf_hub_download(name, TOKENIZER_FILE, local_files_only=not is_hub_there())
         return Path(found).read_bytes()
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
         is_offline = isinstance(error, LocalEntryNotFoundError)
-        reason = "the hub cannot be reached, and it is not in the cache" if is_offline else lines[0]
+        reason = "the hub cannot be reached, and it is not in the cache" if is_offline else first_line(error)
         raise ConfigError(
             f"--tokenizer {HUB}{name}: no tokenizer.json found ({reason}); check the name and the connection, or give "
             f"the file"

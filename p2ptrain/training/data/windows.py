@@ -1,12 +1,13 @@
-"""Windows of text: a random stream for each peer to train on, and fixed windows to evaluate all peers on.
+"""Windows of text: a random stream for each peer to train on, read ahead in a thread, and fixed windows to evaluate on.
 
-Unless the text is partitioned (`partition.py`), every peer draws windows from all of the text with its own seed: peers
-come and go, and the parts of absent peers would otherwise never be trained on.
+Unless the text is partitioned (`training/partitioning.py`), every peer draws windows from all of the text with its own
+seed: peers come and go, and the parts of absent peers would otherwise never be trained on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -15,18 +16,14 @@ from numpy.typing import NDArray
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data.corpus import Tokens
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+
 
 class RandomWindows:
     """An endless stream of batches. Batch n is a function of (seed, n), so the state is the seed and the position."""
 
     def __init__(
-        self,
-        tokens: Tokens,
-        *,
-        context: int,
-        batch_size: int,
-        seed: int,
-        spans: NDArray[np.int64] | None = None,
+        self, tokens: Tokens, *, context: int, batch_size: int, seed: int, spans: NDArray[np.int64] | None = None
     ) -> None:
         """
         Args:
@@ -57,13 +54,13 @@ class RandomWindows:
         self._seed = seed
         self._position = 0
 
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_batch(self) -> Batch:
         """Draw inputs and targets, int64 (batch_size, context) each; the targets are one token ahead."""
         generator = np.random.default_rng((self._seed, self._position))
         numbers = generator.integers(self._ends[-1], size=self._batch_size)
         starts = numbers + self._shifts[np.searchsorted(self._ends, numbers, side="right")]
         batch = _batch(self._tokens, starts, self._context)
-        # Only now: a batch that cannot be read is the next one after a restart with better data.
+        # Advance only now, so that a batch that cannot be read is tried again after a restart with better data.
         self._position += 1
         return batch
 
@@ -75,11 +72,11 @@ class RandomWindows:
         self._seed, self._position = int(state["seed"]), int(state["position"])
 
 
-def fixed_windows(tokens: Tokens, *, context: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fixed_windows(tokens: Tokens, *, context: int, count: int) -> Batch:
     """Return `count` windows spread evenly over `tokens`, or fewer: as many as fit without overlap, at least one.
 
-    A function of its arguments, so that all peers with the same held-out tokens evaluate on the same windows. Returns
-    inputs and targets, int64 (windows, context) each. Raises ConfigError if `tokens` is shorter than one window.
+    All peers with the same held-out tokens evaluate on the same windows. Returns inputs and targets, int64 (windows,
+    context) each. Raises ConfigError if `tokens` is shorter than one window.
     """
     _check_length(tokens, context, "hold out")
     count = min(count, (len(tokens) - 1) // context)
@@ -87,13 +84,47 @@ def fixed_windows(tokens: Tokens, *, context: int, count: int) -> tuple[torch.Te
     return _batch(tokens, starts, context)
 
 
-def _batch(tokens: Tokens, starts: NDArray[np.int64], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(tokens: Tokens, starts: NDArray[np.int64], context: int) -> Batch:
     windows = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
     return windows[:, :-1], windows[:, 1:]
 
 
 def _check_length(tokens: Tokens, context: int, purpose: str) -> None:
     if len(tokens) <= context:
-        raise ConfigError(
-            f"--data: {len(tokens)} tokens to {purpose} are fewer than one window of {context + 1}; give more text"
-        )
+        too_few = f"{len(tokens)} tokens to {purpose} are fewer than one window of {context + 1}"
+        raise ConfigError(f"--data: {too_few}; give more text")
+
+
+class ReadAhead:
+    """Reads each batch of a stream in a thread, while the one before is used. Batches and state are the same."""
+
+    def __init__(self, windows: RandomWindows, *, pin: bool) -> None:
+        """`pin`: put batches into pinned memory, from which a GPU copies while it computes."""
+        self._windows = windows
+        self._pin = pin
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._next: Future[Batch] | None = None
+        self._state = windows.state_dict()
+
+    def next_batch(self) -> Batch:
+        """The next batch; blocks if it is still being read. Raises ConfigError if tokens are beyond the vocabulary."""
+        waiting = self._next or self._thread.submit(self._read)
+        batch = waiting.result()
+        # Keep the state after the returned batch, as the thread goes on to read the next one.
+        self._state = self._windows.state_dict()
+        self._next = self._thread.submit(self._read)
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        if self._next is not None:
+            self._next.exception()  # wait for it
+            self._next = None
+        self._windows.load_state_dict(state)
+        self._state = self._windows.state_dict()
+
+    def _read(self) -> Batch:
+        inputs, targets = self._windows.next_batch()
+        return (inputs.pin_memory(), targets.pin_memory()) if self._pin else (inputs, targets)

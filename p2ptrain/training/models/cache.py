@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, so that each further token of a text costs one position and not all."""
+"""Keeps the keys and values of earlier tokens, so that each further token of a text costs one position, not all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch.nn import functional
 
 
 class KeyValueCache:
-    """What the layers of one model keep of one batch of texts."""
+    """The keys and values of one batch of texts, in each layer of a model."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def length(self) -> int:
-        """Tokens that are kept."""
+        """The number of tokens that it keeps."""
         return self._kept[0][0].shape[2] if self._kept else 0
 
     def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,9 +30,9 @@ class KeyValueCache:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KeyValueCache | None, layer: int
 ) -> torch.Tensor:
-    """Causal attention of (batch, heads, time, head size) each, with a cache also to all that it keeps.
+    """Causal attention, (batch, heads, time, head size) each. With a cache, also to the earlier tokens that it keeps.
 
-    Either the cache is empty, or `query` is of one token.
+    If the cache is not empty, `query` must be of one token.
     """
     if cache is not None:
         key, value = cache.extend(layer, key, value)

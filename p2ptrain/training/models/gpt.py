@@ -61,7 +61,13 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width, eps=NORM_EPS)
-        self._initialise(config.layers)
+        # As in GPT-2: 0.02 everywhere, and less for the 2 * layers matrices that add to the residual stream.
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                residual = name.endswith("project.weight")
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """int64 (batch, time) -> logits (batch, time, vocab_size), time at most `context` with what the cache keeps."""
@@ -76,15 +82,6 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             x = block(x, cache, layer)
         return self.final_norm(x)  # type: ignore[no-any-return]
-
-    def _initialise(self, layers: int) -> None:
-        # GPT-2: 0.02 everywhere, and less for the 2 * layers matrices that add to the residual stream.
-        for name, parameter in self.named_parameters():
-            if parameter.ndim >= 2:
-                residual = name.endswith("project.weight")
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
 
 class Block(nn.Module):

@@ -5,6 +5,7 @@ Code of a repository is never run: `trust_remote_code` is off, not left to a que
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.hub import is_hub_there
+from p2ptrain.training.hub import is_hub_there, library_errors
 
 PREFIX, PRETRAINED = "hf:", ":pretrained"
-# Longer windows than this need memory that few have; a model trains on shorter ones as well.
+# Few machines have the memory for longer windows, and a model also trains on shorter ones.
 MOST_CONTEXT = 4096
 # Each layer takes time and memory, however narrow it is. GPT-3 has 96, Llama 3.1 405B 126, the deepest DeepNet 1,000.
 MOST_LAYERS = 1000
@@ -48,25 +49,23 @@ def count_parameters(name: str, vocab_size: int) -> int:
 
     Raises ConfigError if transformers is missing, knows no such causal language model, or cannot build it.
     """
-    transformers = _transformers()
-    config = _config(transformers, name, _is_local(name))
+    config, _ = _config(name)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ConfigError(f"--model {name}: has {layers:,} layers, and at most {MOST_LAYERS:,} are built; give fewer")
     with torch.device("meta"):
-        model = _from_config(transformers, config, name, vocab_size)
+        model = _from_config(config, name, vocab_size)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     """Build the model with at least `vocab_size` ids, on the CPU, in fp32. Raises ConfigError.
 
-    `context`: its longest sequence; 0 for as many positions as its configuration has, up to MOST_CONTEXT.
+    Its weights are new, or with `:pretrained` those of the hub or of a directory. Blocks while they are downloaded.
 
-    From its configuration with new weights, or with those of the hub or of a directory. Blocks for their download.
+    `context`: its longest sequence; 0 for as many positions as its configuration has, up to MOST_CONTEXT.
     """
-    transformers, is_local = _transformers(), _is_local(name)
-    config = _config(transformers, name, is_local)
+    config, is_local = _config(name)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and int(positions) < 1:
         raise ConfigError(f"--model {name}: its configuration allows {positions} positions; 1 or more can be trained")
@@ -74,15 +73,13 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
         raise ConfigError(f"--context {context}: must be at most {positions}, the positions of --model {name}")
     context = context or (MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions)))
     if not name.endswith(PRETRAINED):
-        return CausalLM(_from_config(transformers, config, name, vocab_size).float(), context)
-    try:
-        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        return CausalLM(_from_config(config, name, vocab_size).float(), context)
+    with _building(name):
+        model, loaded = _transformers().AutoModelForCausalLM.from_pretrained(
             _path(name), trust_remote_code=False, local_files_only=is_local, output_loading_info=True
         )
         if vocab_size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(vocab_size)
-    except Exception as error:  # the library raises anything
-        raise _unbuildable(name, error) from error
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
             f"--model {name}: its weights lack {missing[0]} and {len(missing) - 1} more that its configuration names; "
@@ -91,32 +88,24 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     return CausalLM(model.float(), context)
 
 
-def _from_config(transformers: Any, config: Any, name: str, vocab_size: int) -> Any:
+def _from_config(config: Any, name: str, vocab_size: int) -> Any:
     """The model with new weights, on torch's default device."""
-    try:
+    with _building(name):
         config.vocab_size = max(config.vocab_size, vocab_size)
-        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # the library raises anything
-        raise _unbuildable(name, error) from error
+        return _transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def _unbuildable(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"--model {name}: cannot be built ({_first_line(error)}); check its files")
+def _building(name: str) -> AbstractContextManager[None]:
+    return library_errors(f"--model {name}: cannot be built", "check its files")
 
 
-def _config(transformers: Any, name: str, is_local: bool) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(_path(name), trust_remote_code=False, local_files_only=is_local)
-    except Exception as error:  # the library raises anything
-        raise ConfigError(
-            f"--model {name}: has no configuration that transformers can use ({_first_line(error)}); give "
-            f"{PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
-        ) from error
-
-
-def _is_local(name: str) -> bool:
-    """Whether to read only what is on this machine: a directory, or the cache if the hub does not answer."""
-    return Path(_path(name)).is_dir() or not is_hub_there()
+def _config(name: str) -> tuple[Any, bool]:
+    """The model's configuration, and whether only this machine is read: a directory, or the cache without the hub."""
+    kind, path = _transformers().AutoConfig, _path(name)
+    is_local = Path(path).is_dir() or not is_hub_there()
+    fix = f"give {PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
+    with library_errors(f"--model {name}: has no configuration that transformers can use", fix):
+        return kind.from_pretrained(path, trust_remote_code=False, local_files_only=is_local), is_local
 
 
 def _path(name: str) -> str:
@@ -127,11 +116,6 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError(
-            f"--model {PREFIX}…: needs transformers; install with: pip install 'p2ptrain[transformers]'"
-        ) from None
+        fix = "install with: pip install 'p2ptrain[transformers]'"
+        raise ConfigError(f"--model {PREFIX}…: needs transformers; {fix}") from None
     return transformers
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -65,7 +65,7 @@ class Llama(nn.Module):
         self.model = Decoder(config)
         if not config.tied:
             self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
-        # As GPT-2: 0.02, and less for the 2 * layers matrices that add to the residual stream.
+        # As in GPT-2: 0.02, and less for the 2 * layers matrices that add to the residual stream.
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -178,6 +178,6 @@ def _angles(context: int, head_size: int) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Rotate (batch, heads, time, head size): value i of a head with the one half a head further."""
+    """Rotate (batch, heads, time, head size): each value of a head's first half with its partner in the second half."""
     first, second = x.chunk(2, dim=-1)
     return x * angles.cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin.to(x.dtype)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -47,12 +48,12 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
         vocab_size=32_000, layers=24, heads=16, width=1024, hidden=3072, context=1024, tied=False
     ),
 }
-# For models of the user without an attribute `context`: as short as the demo model's.
+# The context of users' models without an attribute `context`, as short as the demo model's.
 DEFAULT_CONTEXT = 64
 
 
 def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Module:
-    """Build a model on the CPU. Raises ConfigError if there is none, or its factory does not fit the description below.
+    """Build a model on the CPU. Raises ConfigError if it is unknown, or its factory breaks the rule below.
 
     Args:
         name: a key of PRESETS; hf:NAME or hf:NAME:pretrained; or `package.module:factory`. The factory takes no
@@ -66,7 +67,8 @@ def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Modu
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name in PRESETS:
-            return _of(_shape(name, vocab_size, context))
+            shape = _shape(name, vocab_size, context)
+            return GPT(shape) if isinstance(shape, GPTConfig) else Llama(shape)
         if hf.is_of_transformers(name):
             return hf.build(name, vocab_size, context)
         if context:
@@ -78,30 +80,28 @@ def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Modu
 
 
 def build_of(run: RunConfig) -> nn.Module:
-    """The model of a run with its initial weights, as `build`."""
+    """Build the model of a run, with its initial weights."""
     return build(run.model, vocab_size=run.vocab_size, seed=run.run_seed, context=run.context)
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a preset, a model of transformers or a factory that can be imported.
+    """Raise ConfigError unless `name` is a preset, a model of transformers, or a factory that can be imported.
 
-    Also if the weights do not fit into memory; of a factory that is not known.
+    Raise it also if the weights of a preset, or of a model of transformers, do not fit into memory.
     """
     if name in PRESETS or hf.is_of_transformers(name):
         check_parameters(name, count_parameters(name, vocab_size=0), free_memory_bytes())
         return
     if ":" not in name:
-        hint = did_you_mean(name, PRESETS)
-        raise ConfigError(
-            f"--model {name}: unknown model; {hint} (your own is package.module:factory, one of transformers hf:NAME)"
-        )
+        others = "your own is package.module:factory, one of transformers hf:NAME"
+        raise ConfigError(f"--model {name}: unknown model; {did_you_mean(name, PRESETS)} ({others})")
     _find_factory(name)
 
 
 def count_parameters(name: str, *, vocab_size: int | None, context: int = 0) -> int:
-    """Number of parameters of a model. Only those of the user are built for it. Raises ConfigError as `build` does.
+    """Number of parameters of a model; only users' models are built to count them. Raises ConfigError like `build`.
 
-    `vocab_size`: None for the one that a preset's size was published for, or that of characters.
+    `vocab_size`: None for the published one of a preset, or else that of characters.
     """
     if vocab_size is None:
         vocab_size = (PRESETS[name].vocab_size if name in PRESETS else 0) or RunConfig.vocab_size
@@ -113,18 +113,14 @@ def count_parameters(name: str, *, vocab_size: int | None, context: int = 0) -> 
 
 
 def batch_windows(name: str, context: int, tokens: int | None, ranks: int = 1) -> int:
-    """Windows of each rank of a peer in an inner step: together for about `tokens`, or for the default of the model."""
+    """Windows of each rank in an inner step. Those of all ranks have about `tokens`, or the model's default."""
     wanted = tokens or model_defaults(name).batch_tokens or BATCH_WINDOWS * context
     return max(1, round(wanted / context / ranks))
 
 
 def eval_tokens(name: str, context: int) -> int:
-    """Tokens to evaluate a model on, without a setting of the user: the same on all peers of a run."""
+    """The default number of tokens to evaluate a model on. It is the same on all peers of a run."""
     return EVAL_STEPS * batch_windows(name, context, None) * context
-
-
-def _of(config: GPTConfig | LlamaConfig) -> nn.Module:
-    return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
 
 
 def _shape(name: str, vocab_size: int, context: int) -> GPTConfig | LlamaConfig:
@@ -142,35 +138,26 @@ def context_length(model: nn.Module) -> int:
 
 def _find_factory(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
-    # As `python -m` does: modules of the current directory can be imported.
+    # Modules of the current directory can be imported, as with `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
+    fix = "check the name, and that it can be imported from this directory"
+    with _users_errors(f"--model {name}: cannot import {module_name!r}", fix):
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's own module may raise anything
-        raise ConfigError(
-            f"--model {name}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
-            f"check the name, and that it can be imported from this directory"
-        ) from error
     factory: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"--model {name}: {module_name} has no function {attribute!r}; {did_you_mean(attribute, known)}"
-        )
+        hint = did_you_mean(attribute, known)
+        raise ConfigError(f"--model {name}: {module_name} has no function {attribute!r}; {hint}")
     return factory
 
 
 def _build_users(name: str, vocab_size: int) -> nn.Module:
     factory = _find_factory(name)
-    try:
+    rule = f"it is called with vocab_size={vocab_size} if it has that argument, else without arguments"
+    with _users_errors(f"--model {name}: the factory failed", rule):
         takes_vocab_size = "vocab_size" in inspect.signature(factory).parameters
         model = factory(vocab_size=vocab_size) if takes_vocab_size else factory()
-    except Exception as error:  # the user's own code may raise anything
-        raise ConfigError(
-            f"--model {name}: the factory failed ({type(error).__name__}: {error}); "
-            f"it is called with vocab_size={vocab_size} if it has that argument, else without arguments"
-        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {name}: the factory returned {type(model).__name__}; it must be a torch.nn.Module")
     _check_logits(name, model, vocab_size)
@@ -179,19 +166,21 @@ def _build_users(name: str, vocab_size: int) -> nn.Module:
 
 def _check_logits(name: str, model: nn.Module, vocab_size: int) -> None:
     tokens = torch.zeros(1, min(8, context_length(model)), dtype=torch.int64)
-    training = model.training
-    try:
-        with torch.no_grad():
-            logits = model.eval()(tokens)
-    except Exception as error:  # the user's own code may raise anything
-        raise ConfigError(
-            f"--model {name}: failed on int64 tokens of shape {tuple(tokens.shape)} ({type(error).__name__}: {error}); "
-            f"it must map int64 tokens (batch, time) to logits (batch, time, {vocab_size} or more)"
-        ) from error
+    training, given, wanted = model.training, tuple(tokens.shape), f"(batch, time, {vocab_size} or more)"
+    rule = f"it must map int64 tokens (batch, time) to logits {wanted}"
+    with _users_errors(f"--model {name}: failed on int64 tokens of shape {given}", rule), torch.no_grad():
+        logits = model.eval()(tokens)
     model.train(training)
     shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else ()
-    if shape[:-1] != tuple(tokens.shape) or shape[-1] < vocab_size:
-        raise ConfigError(
-            f"--model {name}: tokens {tuple(tokens.shape)} gave {shape or type(logits).__name__}; "
-            f"it must return logits of shape (batch, time, {vocab_size} or more)"
-        )
+    if shape[:-1] != given or shape[-1] < vocab_size:
+        got = shape or type(logits).__name__
+        raise ConfigError(f"--model {name}: tokens {given} gave {got}; it must return logits of shape {wanted}")
+
+
+@contextmanager
+def _users_errors(what: str, rule: str) -> Iterator[None]:
+    """Raise ConfigError for any exception of the user's own code."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{what} ({type(error).__name__}: {error}); {rule}") from error

@@ -365,7 +365,7 @@ def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def _start_a_worker(begun: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, prepare._end_with_parent) as pool:
+    with ProcessPoolExecutor(1, context, prepare.end_with_parent) as pool:
         pool.submit(_hang, begun).result()
 
 

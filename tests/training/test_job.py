@@ -21,7 +21,7 @@ from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.settings.table import merge
 from p2ptrain.settings.torchrun import ONE_PROCESS, Launch
 from p2ptrain.signals import SIGNALS
-from p2ptrain.training import follow, join
+from p2ptrain.training import job, join
 from p2ptrain.training.loop import TrainingEnd
 from p2ptrain.training.ranks import Ranks
 from tests.fakes import FakeNetworkSession, FakePeer
@@ -60,7 +60,7 @@ def lost_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Ranks, "_gone", lambda self: [1])
     monkeypatch.setattr(FakePeer, "__exit__", end)
-    for module in (follow, join):
+    for module in (job, join):
         monkeypatch.setattr(module, "open_ranks", open_ranks)
 
 
@@ -90,13 +90,13 @@ def test_the_others_say_it_too_and_ignore_the_signals_that_they_were_started_wit
 
     member = FakePeer.__new__(FakePeer)
     stubs: dict[str, Any] = {
-        "be_told": Told(types.SimpleNamespace(threads=0)), "build_model": None, "place_model": None,
+        "be_told": Told(types.SimpleNamespace(threads=0)), "build_model": None,
         "build_trainer": (None, None, None), "join_ranks": (member, None),
     }  # fmt: skip
     for name, result in stubs.items():
-        monkeypatch.setattr(follow, name, lambda *given, result=result: result)
-    monkeypatch.setattr(follow, "take_part", take_part)
+        monkeypatch.setattr(job, name, lambda *given, result=result: result)
+    monkeypatch.setattr(job, "take_part", take_part)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with pytest.raises(TransientError, match=LOST):
-        follow.follow(ONE_PROCESS)
+        job.follow(ONE_PROCESS)
     assert handlers == [signal.SIG_IGN, signal.SIG_DFL]

@@ -6,7 +6,7 @@ import pytest
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.peer_config import PeerConfig
-from p2ptrain.training.fsdp import check_fsdp
+from p2ptrain.training.parallel import check_fsdp
 
 
 def test_what_does_not_go_together_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data.corpus import BLOCK_TOKENS
-from p2ptrain.training.data.partition import (
+from p2ptrain.training.partitioning import (
     Partition,
     block_bounds,
     clustered_partition,

@@ -18,8 +18,8 @@ import trio
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF, Message
+from tests.protocol.rounds.test_rounds import common
 from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
-from tests.protocol.test_rounds import common
 
 # The walk of these tests drifts far in seconds of rounds alone; whom the guard leaves out then is not their question.
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off")

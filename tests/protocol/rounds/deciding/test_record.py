@@ -1,0 +1,81 @@
+"""Claims that no honest peer makes are refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.deciding.record import check_arrived, check_join, check_roster
+from p2ptrain.protocol.wire.messages import Attempt, Contributor, Roster, RosterPart
+from tests.protocol.rounds.deciding.test_policy import ATTEMPT, arrived_of, join_of
+
+
+def test_a_report_has_one_norm_and_one_root_for_each_member() -> None:
+    arrived = arrived_of(ATTEMPT, 0, ("a", "b"))
+    check_arrived(arrived, audited=True, num_blocks=1)
+    lies: list[dict[str, Any]] = [
+        {"norms": (1.0,)}, {"norms": (1.0, -1e-9)}, {"roots": (bytes(32),)}, {"roots": (bytes(32), b"")}
+    ]  # fmt: skip
+    for lie in lies:
+        with pytest.raises(WireError, match="Arrived"):
+            check_arrived(msgspec.structs.replace(arrived, **lie), audited=True, num_blocks=1)
+    with pytest.raises(WireError, match="root"):
+        check_arrived(arrived, audited=False, num_blocks=1)
+    check_arrived(arrived_of(ATTEMPT, 0, ("a",), root=b""), audited=False, num_blocks=1)
+
+
+def test_a_reported_norm_is_one_that_values_within_the_limit_can_have() -> None:
+    arrived = arrived_of(ATTEMPT, 0, ("a", "b"))
+    most = 64 * 3 * (2e12) ** 2
+    for norm in (0.0, 1.0, most):
+        check_arrived(msgspec.structs.replace(arrived, norms=(1.0, norm)), audited=True, num_blocks=3)
+    for norm in (1.01 * most, 1.7e308, math.inf, math.nan, -math.inf, -1e-9):
+        with pytest.raises(WireError, match=r"squared norm .*: must be between 0 and 7\.68e\+26"):
+            check_arrived(msgspec.structs.replace(arrived, norms=(norm, 1.0)), audited=True, num_blocks=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens", -1), ("tokens", 2**53 + 1), ("shard_tokens", -1), ("run_step", -1), ("speed", -1.0), ("rate", -1.0)],
+)
+def test_a_join_with_an_impossible_claim_is_refused(name: str, value: float) -> None:
+    check_join(join_of("a"))
+    with pytest.raises(WireError, match=name):
+        check_join(join_of("a", **{name: value}))
+
+
+ROSTER = Roster(
+    "0-g", 1, Attempt(1, "x", "x.1"), ("a", "b", "x"), (RosterPart(0, 9, "a", ("b", "x")), RosterPart(9, 18, "x", ())),
+    tuple(Contributor(name, f"{name}.1", 1.0, b"") for name in "abx"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"members": ("b", "x")},
+        {"members": ("b", "a", "x")},
+        {"members": ("a", "a", "b", "x")},
+        {"members": tuple(sorted(["a", "b", "x", *(f"m{i}" for i in range(62))]))},
+        {"parts": (RosterPart(0, 9, "a", ()), RosterPart(9, 18, "a", ()))},
+        {"parts": (RosterPart(0, 18, "y", ()),)},
+        {"parts": (RosterPart(0, 18, "a", ("a", "y")),)},
+        {"parts": (RosterPart(0, 18, "a", ("b", "a")),)},
+        {"parts": (RosterPart(0, 18, "a", ("a",) * 4096),)},
+        {"expected": ROSTER.expected[:2]},
+        {"expected": tuple(Contributor(name, f"{name}.1", 0.0, b"") for name in "abx")},
+        {"expected": (*ROSTER.expected[:2], Contributor("y", "y.1", 1.0, b""))},
+        {"expected": (*ROSTER.expected[:2], Contributor("x", "x.1", -1.0, b""))},
+        {"expected": (*ROSTER.expected[:2], Contributor("x", "x.1", float("inf"), b""))},
+        {"expected": (*ROSTER.expected[:2], Contributor("x", "x.1", 1.0, bytes(32)))},
+    ],
+)
+def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -> None:
+    check_roster(ROSTER, "a")
+    check_roster(msgspec.structs.replace(ROSTER, expected=()), "a")
+    with pytest.raises(WireError):
+        check_roster(msgspec.structs.replace(ROSTER, **fields), "a")

@@ -140,7 +140,7 @@ def test_cancelled_receive_loses_nothing(run: Run) -> None:
     run(main)
 
 
-def test_streams_that_nobody_accepts_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_are_not_accepted_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "ACCEPT_QUEUE", 2)
 
     async def main() -> None:

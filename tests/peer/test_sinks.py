@@ -158,7 +158,7 @@ def test_lines_are_whole_and_losses_are_counted(
     assert again == f"metrics are written again; {10 - len(early)} lines were lost"
 
 
-def test_a_disk_that_stays_full_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_stays_full_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     metrics = MetricsFile(Path("/dev/full"))
     for _ in range(5):
         metrics.write("step")
@@ -197,7 +197,7 @@ class Unreadable:
         raise ZeroDivisionError
 
 
-def test_what_json_cannot_say_costs_nobody_the_file(tmp_path: Path) -> None:
+def test_values_that_json_lacks_do_not_end_the_file(tmp_path: Path) -> None:
     """A diverged loss, and whatever a user's own event holds."""
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)

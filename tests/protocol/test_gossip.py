@@ -676,7 +676,7 @@ def test_a_hostile_fragment_costs_its_sender_the_link_and_us_nothing() -> None:
         pytest.param(-1.0, id="flipped"),
     ],
 )
-def test_a_member_that_floods_with_lies_moves_nobody_and_loses_its_links(
+def test_a_member_that_floods_with_lies_moves_no_weights_and_loses_its_links(
     value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Forty a second, as seen, by a peer that has contributed."""

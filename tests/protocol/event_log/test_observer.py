@@ -56,7 +56,7 @@ async def watching(s: Swarm, name: str = "observer") -> AsyncIterator[Watch]:
         nursery.cancel_scope.cancel()
 
 
-def test_an_observer_sees_all_that_happens_and_counts_for_nobody() -> None:
+def test_an_observer_sees_all_events_and_is_no_member() -> None:
     async def main() -> None:
         async with swarm(RUN, latency_s=0.01) as s, watching(s) as watch:
             s.start("a", founder=True)
@@ -180,7 +180,7 @@ ANOTHERS = {"event": "start", "t": 0.0, "peer_id": "a", "run_id": "test", "maddr
 
 
 @pytest.mark.parametrize("answer", [b"\xff", page_of(3, more=True), page_of(0, AGAIN, more=True), page_of(1, ANOTHERS)])
-def test_nonsense_costs_its_sender_its_place_and_nobody_else(answer: bytes) -> None:
+def test_nonsense_costs_only_its_sender(answer: bytes) -> None:
     async def main() -> None:
         async with swarm(RUN) as s, watching(s) as watch, trio.open_nursery() as nursery:
             await announced(s, nursery, "liar", endpoint_with(None, answer))
@@ -199,7 +199,7 @@ def test_nonsense_costs_its_sender_its_place_and_nobody_else(answer: bytes) -> N
     run_virtual(main)
 
 
-def test_a_mute_peer_and_one_that_cannot_be_reached_hold_up_nobody() -> None:
+def test_silent_and_unreachable_peers_delay_no_other() -> None:
     async def main() -> None:
         async with swarm(RUN) as s, watching(s) as watch, trio.open_nursery() as nursery:
             await announced(s, nursery, "mute", lambda endpoint: None)
@@ -298,7 +298,7 @@ def test_an_observer_whose_directory_raises_goes_on_with_those_that_it_knows(cap
     assert "the DHT is gone" in logged
 
 
-def test_nobody_is_asked_while_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_peer_is_asked_while_the_reader_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2ptrain.protocol.event_log.observer.MOST_WAITING", 50)
 
     async def main() -> None:

@@ -202,7 +202,7 @@ def test_a_listener_that_fails_ends_nothing_else(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("Traceback") == 1
 
 
-def test_after_detaching_nobody_is_told_and_a_landing_still_lands() -> None:
+def test_a_detached_exchange_sends_no_events_and_a_landing_still_lands() -> None:
     sides = Sides()
     told: list[object] = []
     hear(sides.exchange, {RoundDue: lambda: told.append("due")})

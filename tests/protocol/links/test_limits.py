@@ -73,7 +73,7 @@ def test_acknowledgements_of_what_was_sent_and_requests_that_are_answered_cost_n
             rates.note_answered(ANSWER_BYTES - 1)
 
 
-def test_answers_that_nobody_asked_for_are_bounded() -> None:
+def test_unrequested_answers_are_bounded() -> None:
     rates = MessageRates(BURST_S, 0.0)
     for _ in range(12):  # all requests under way were given up
         rates.check_unasked(256 * 1024, 0.0)

@@ -272,7 +272,7 @@ def test_an_observer_is_welcome_without_a_digest() -> None:
 
 
 @pytest.mark.parametrize(("digest", "role"), [("", "trainer"), ("digest", "observer")])
-def test_nobody_trains_without_a_digest(digest: str, role: str) -> None:
+def test_no_peer_trains_without_a_digest(digest: str, role: str) -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with endpoints(network, "a") as (a,), trio.open_nursery() as nursery:

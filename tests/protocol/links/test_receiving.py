@@ -347,7 +347,7 @@ def test_bulk_frames_are_bounded_in_bytes_and_one_always_fits() -> None:
     run_virtual(main)
 
 
-def test_answers_that_nobody_takes_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_are_not_read_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "MAX_ANSWER_BYTES", 5000)
 
     async def main() -> None:

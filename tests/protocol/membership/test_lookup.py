@@ -71,7 +71,7 @@ def test_an_observer_learns_the_settings_before_it_has_any() -> None:
     run_virtual(main)
 
 
-def test_a_run_that_nobody_trains_has_none() -> None:
+def test_a_run_without_members_has_no_settings() -> None:
     async def main() -> None:
         async with swarm(RUN) as s:
             s.start("a", founder=True)
@@ -128,7 +128,7 @@ def test_one_member_in_trouble_does_not_keep_the_settings_away(trouble: str) -> 
     run_virtual(main)
 
 
-def test_members_that_cannot_be_reached_are_nobody_in_the_time_given() -> None:
+def test_unreachable_members_are_given_up_within_the_timeout() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         for name in "abcdefgh":
@@ -154,7 +154,7 @@ def test_members_that_cannot_be_reached_are_nobody_in_the_time_given() -> None:
         "{\ud800}".encode("utf-8", "surrogatepass"),
     ],
 )
-def test_hostile_settings_are_nobodys(payload: bytes) -> None:
+def test_hostile_settings_are_ignored(payload: bytes) -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with trio.open_nursery() as nursery:

@@ -58,7 +58,7 @@ async def settings_of(network: MemoryNetwork, *chosen: str) -> RunConfig | None:
     )  # fmt: skip
 
 
-def test_a_bootstrap_node_that_answers_no_hello_delays_nobody() -> None:
+def test_a_bootstrap_node_that_answers_no_hello_delays_no_peer() -> None:
     """It takes streams, but is no member: neither a run's founder nor who joins by it waits for its Hello."""
 
     async def main() -> None:
@@ -159,7 +159,7 @@ def test_no_more_than_16_are_dialled_at_once_and_in_random_order() -> None:
     assert len(set(dialled)) > 150
 
 
-def test_nobody_founds_a_run_before_all_announced_peers_were_tried_to_the_end() -> None:
+def test_no_run_is_founded_before_all_announced_peers_were_tried() -> None:
     async def main() -> None:
         async with swarm(RUN, shapes=SMALL) as s:
             await make_up(s.network, 100)

@@ -199,7 +199,7 @@ def test_a_live_peer_stays_announced_and_a_dead_one_expires() -> None:
     run_virtual(main)
 
 
-def test_an_announcement_that_nobody_took_is_repeated_soon() -> None:
+def test_an_announcement_that_no_node_stored_is_repeated_soon() -> None:
     class Deaf:
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -950,7 +950,7 @@ def test_who_joins_seeks_all_that_it_knows() -> None:
     run_virtual(main)
 
 
-def test_who_leaves_dials_nobody_any_more() -> None:
+def test_a_peer_that_leaves_stops_dialling() -> None:
     async def main() -> None:
         async with town() as t:
             member, dialled = await lone_member(t)

@@ -150,7 +150,7 @@ def test_no_more_than_so_many_links_are_opened_for_a_round(missing: int) -> None
 # --- whom to leave -----------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_left_while_they_are_not_too_many() -> None:
+def test_no_link_is_ended_while_there_are_not_too_many() -> None:
     neighbours = peers(names("p", MAX_NEIGHBOURS))
     assert whom_to_leave(neighbours, neighbours, (), rng()) == []
 
@@ -171,7 +171,7 @@ def test_of_more_own_neighbours_than_needed_some_are_left_and_those_in_use_are_k
     assert not set(left) & set(in_use)
 
 
-def test_nobody_whose_link_is_in_use_is_left_however_many_they_are() -> None:
+def test_no_link_in_use_is_ended_however_many_there_are() -> None:
     theirs = peers(names("t", 100))
     assert whom_to_leave(theirs, theirs, list(theirs), rng()) == []
     left = whom_to_leave(theirs, theirs, names("t", 95), rng())

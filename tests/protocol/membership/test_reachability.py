@@ -148,7 +148,7 @@ def leaders(reach: dict[str, int], present: list[tuple[str, str]] = ALL) -> list
     return [leader_of(HEAD, counter, "abc", present, reach) for counter in range(60)]
 
 
-def test_who_reaches_most_voters_leads_and_should_that_fail_anybody() -> None:
+def test_the_peer_that_reaches_most_voters_leads_and_if_it_fails_any_peer() -> None:
     assert set(leaders(dict.fromkeys("abcd", 3))) == {"a", "b", "c"}
     found = leaders({"a": 2, "b": 3, "c": 2, "d": 2})
     for counter, who in enumerate(found):
@@ -156,7 +156,7 @@ def test_who_reaches_most_voters_leads_and_should_that_fail_anybody() -> None:
     assert set(found) == {"a", "b", "c"}
 
 
-def test_nobody_leads_before_half_of_the_voters_are_due() -> None:
+def test_no_peer_leads_before_half_of_the_voters_are_due() -> None:
     assert leader_of(HEAD, 0, "ad", ALL, dict.fromkeys("abcd", 3)) is None
     assert leader_of(HEAD, 0, "ab", ALL, dict.fromkeys("abcd", 3)) is not None
 

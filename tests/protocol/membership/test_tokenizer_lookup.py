@@ -72,7 +72,7 @@ def test_a_member_that_sends_without_end_or_stops_is_left_for_another() -> None:
     run_virtual(main)
 
 
-def test_if_nobody_has_it_there_is_none() -> None:
+def test_no_tokenizer_is_found_if_no_member_has_it() -> None:
     async def main() -> None:
         async with swarm(_run(), shapes=SMALL) as s:
             assert await _ask(s) is None

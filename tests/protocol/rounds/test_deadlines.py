@@ -212,7 +212,7 @@ def test_an_answer_behind_many_others_is_waited_for() -> None:
     run_virtual(main)
 
 
-def test_bulk_that_nobody_asked_for_does_not_make_a_request_wait_longer() -> None:
+def test_unrequested_bulk_does_not_extend_a_requests_deadline() -> None:
     async def main() -> None:
         async with linked_pair(MemoryNetwork()) as (a, _, link, other), trio.open_nursery() as nursery:
 

@@ -89,7 +89,7 @@ def places_of(node: Node) -> list[tuple[str, int]]:
     ],
     ids=["more tokens", "another lineage", "another state and voters", "another run"],
 )
-def test_a_donor_whose_head_is_not_signed_leads_nobody_away_and_is_struck(beat: Lie, head: Lie) -> None:
+def test_a_donor_whose_head_is_not_signed_is_not_followed_and_is_struck(beat: Lie, head: Lie) -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abcx")
@@ -116,7 +116,7 @@ def test_a_donor_whose_head_is_not_signed_leads_nobody_away_and_is_struck(beat: 
     run_virtual(main)
 
 
-def test_a_lineage_that_one_member_founds_leads_nobody_away() -> None:
+def test_a_lineage_that_one_member_founds_is_not_followed() -> None:
     """Well formed and signed, from the head that all have, and with rounds of its own since."""
 
     async def main() -> None:
@@ -156,7 +156,7 @@ def test_a_head_at_a_place_of_before_is_refused() -> None:
 
 
 @pytest.mark.parametrize("another", [False, True], ids=["always the same", "another each time"])
-def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_nobody_has(another: bool) -> None:
+def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_no_member_has(another: bool) -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abcx")
@@ -217,7 +217,7 @@ forgeries = pytest.mark.parametrize("lie", FORGERIES.values(), ids=FORGERIES)
 
 
 @forgeries
-def test_a_forged_proposal_ends_nobody_and_rounds_go_on(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forged_proposal_ends_no_peer_and_rounds_go_on(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
     forged: list[Record] = []
     honest = leader.record_of
 
@@ -247,7 +247,7 @@ def test_a_forged_proposal_ends_nobody_and_rounds_go_on(lie: Lie, monkeypatch: p
 
 
 @forgeries
-def test_a_forged_commit_ends_nobody_even_if_a_quorum_signed_it(lie: Lie) -> None:
+def test_a_forged_commit_ends_no_peer_even_if_a_quorum_signed_it(lie: Lie) -> None:
     """The peer that refuses it takes the state of the others."""
 
     async def main() -> None:

@@ -109,7 +109,7 @@ async def leave_then_go_on(s: Swarm, leaver: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ROUND_MESSAGES, ids=lambda kind: kind.__name__)
-def test_a_member_that_leaves_at_a_message_holds_nobody_up(size: int, kind: type[messages.Message]) -> None:
+def test_a_member_that_leaves_at_a_message_delays_no_peer(size: int, kind: type[messages.Message]) -> None:
     async def main() -> None:
         rng = random.Random(f"{size}/{kind.__name__}")
         async with swarm(PLAIN, seed=rng.randrange(2**31)) as s:
@@ -124,7 +124,7 @@ def test_a_member_that_leaves_at_a_message_holds_nobody_up(size: int, kind: type
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.15])
-def test_a_member_that_brings_nothing_and_leaves_holds_nobody_up(rounds: int, after_s: float) -> None:
+def test_a_member_that_contributes_nothing_and_leaves_delays_no_peer(rounds: int, after_s: float) -> None:
     """One whose training has stopped joins without a snapshot: it votes, but neither sends nor averages."""
 
     async def main() -> None:
@@ -175,7 +175,7 @@ def test_a_paused_member_costs_a_round_at_most_and_catches_up(kind: type[message
 
 
 @pytest.mark.parametrize("kind", CONTROL, ids=lambda kind: kind.__name__)
-def test_a_message_that_comes_twice_ends_nobody(kind: type[messages.Message]) -> None:
+def test_a_message_that_arrives_twice_ends_no_peer(kind: type[messages.Message]) -> None:
     """Links do not repeat frames, but a leader or member gone wrong may."""
 
     async def main() -> None:

@@ -139,7 +139,7 @@ def test_a_lone_founder_with_nan_skips_rounds_and_commits_again_once_it_is_cured
 
 
 @pytest.mark.parametrize("tokens", [-1, 2**53 + 1, 2**70, "8", float("nan")])
-def test_a_join_of_ours_with_an_impossible_claim_costs_us_the_attempt_and_nobody_else_anything(tokens: Any) -> None:
+def test_our_own_join_with_an_impossible_claim_costs_only_us_the_attempt(tokens: Any) -> None:
     """`Peer.shard_tokens` refuses such values; here they stand for any bug of ours in a Join."""
 
     async def main() -> None:
@@ -372,7 +372,7 @@ def three_and_x(test: Callable[[Swarm, Member], Any], *, run: RunConfig = PLAIN)
     run_virtual(main)
 
 
-def test_a_leader_that_calls_and_says_nothing_more_holds_nobody_up() -> None:
+def test_a_leader_that_falls_silent_after_its_call_delays_no_peer() -> None:
     async def test(s: Swarm, x: Member) -> None:
         began, promised = trio.current_time(), x.head.round
         x.tell(x.call(7, window_s=1e9))

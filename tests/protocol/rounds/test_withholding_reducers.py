@@ -25,7 +25,7 @@ FOUR_CHUNKS: Shapes = [("head", (4096, 64))]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["gives its part to nobody", "reports it as time is up"])
-def test_a_reducer_that_withholds_its_part_is_avoided_and_nobody_else_is(late: bool) -> None:
+def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None:
     async def main() -> None:
         async with swarm(PLAIN, shapes=FOUR_CHUNKS) as s:
             start_all(s, "abcx")

@@ -902,7 +902,7 @@ def test_fresh_peers_do_not_donate_to_each_other() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
-def test_a_run_is_not_founded_with_weights_that_nobody_can_train_on(value: float) -> None:
+def test_a_run_is_not_founded_with_weights_that_are_not_finite(value: float) -> None:
     async def main() -> None:
         async with swarm(RUN) as s:
             a = s.start("a", founder=True, restarts=True)
@@ -960,7 +960,7 @@ def test_three_join_at_once_through_one_slow_uplink_while_its_peer_goes_on_from_
         "a head and no more",
     ],
 )
-def test_peers_that_only_claim_to_have_a_state_keep_nobody_from_joining(says: str) -> None:
+def test_peers_that_only_claim_to_have_a_state_keep_no_peer_from_joining(says: str) -> None:
     """Their beats say that they are far ahead of all others."""
 
     async def main() -> None:

@@ -128,7 +128,7 @@ def test_two_that_have_the_key_are_linked_after_the_proofs(run_id: str) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "message"), [(None, KEY, CLOSED), (KEY, None, OPEN), (KEY, OTHER, WRONG), (OTHER, KEY, WRONG)]
 )
-def test_who_lacks_the_key_is_told_why_and_nobody_gets_a_strike(
+def test_a_peer_without_the_key_is_told_why_and_no_peer_gets_a_strike(
     ours: RunKey | None, theirs: RunKey | None, message: str
 ) -> None:
     async def main() -> None:

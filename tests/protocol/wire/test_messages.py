@@ -344,7 +344,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("lie", IMPOSSIBLE, ids=lambda lie: f"{next(iter(lie))} {str(next(iter(lie.values())))[:12]!r}")
-def test_a_heartbeat_that_nobody_can_send_is_refused(lie: dict[str, Any]) -> None:
+def test_an_impossible_heartbeat_is_refused(lie: dict[str, Any]) -> None:
     fields = [lie.get(name, getattr(BEAT, name)) for name in Beat.__struct_fields__]
     with pytest.raises(WireError):
         unpack(Beat, msgspec.msgpack.encode(fields))

@@ -145,7 +145,7 @@ def test_every_strategy_gives_about_the_mean_with_every_codec(name: str, codec: 
 
 
 @pytest.mark.parametrize("mean", ROUND_MEANS)
-def test_parts_are_the_same_bits_whoever_averages_them(mean: str) -> None:
+def test_parts_have_the_same_bits_on_every_reducer(mean: str) -> None:
     run = dataclasses.replace(RUNS["parts"], round_mean=mean)
     assert decoded(run, "abc").tobytes() == decoded(run, "c").tobytes()
 
@@ -321,7 +321,7 @@ def test_a_strategy_may_say_who_sends_to_whom(monkeypatch: pytest.MonkeyPatch) -
     run_virtual(main)
 
 
-def test_who_sends_different_bytes_to_different_members_splits_nobody() -> None:
+def test_a_member_that_sends_different_bytes_to_others_does_not_split_the_round() -> None:
     """With gather the hash of what was sent is in the record: who got other bytes fetches those that it names."""
 
     async def main() -> None:

@@ -221,7 +221,7 @@ def test_a_member_goes_from_call_to_ready() -> None:
     assert run.hears("a", commit(of)) == [Learned(commit(of))]
 
 
-def test_what_is_said_twice_is_done_once() -> None:
+def test_a_repeated_message_has_one_effect() -> None:
     run, of = Run(peer()), record()
     run.hears("a", call(FIRST))
     assert run.hears("a", call(FIRST)) == []
@@ -264,7 +264,7 @@ def test_a_lower_call_is_refused_with_what_was_promised() -> None:
     assert run.state.member.attempt == SECOND
 
 
-def test_a_fetch_that_ends_after_a_higher_promise_makes_nobody_ready() -> None:
+def test_a_fetch_that_ends_after_a_higher_promise_makes_no_member_ready() -> None:
     run, of = joined(FIRST), record()
     run.hears("a", Propose(FIRST, of))
     run.hears("b", call(SECOND))
@@ -562,7 +562,7 @@ def unheld_by_leader(of: Record) -> Run:
     return run
 
 
-def test_a_ready_record_that_nobody_has_is_left_out_with_its_promise() -> None:
+def test_a_ready_record_that_no_member_can_serve_is_left_out_with_its_promise() -> None:
     again = Attempt(2, "a", "1")
     # The same record, or another one of the same peer.
     for lie in (record("lie"), record("another lie")):

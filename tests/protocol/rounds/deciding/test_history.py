@@ -97,7 +97,7 @@ def test_a_lineage_with_the_quorum_goes_on() -> None:
     assert not better(quorum, fork)
 
 
-def test_nobody_leaves_for_a_lineage_founded_from_our_own_head_while_voters_are_here() -> None:
+def test_no_peer_leaves_for_a_lineage_founded_from_our_own_head_while_voters_are_linked() -> None:
     ours, stranger, voter = common(), common().found("x").commit("xyz", "x"), common().found("d").commit("dx", "d")
     assert not better(ours, stranger, "abcd")
     assert not better(ours, stranger, "d")
@@ -218,7 +218,7 @@ def test_a_history_keeps_a_bounded_number_of_entries_and_gives_them_in_pages() -
     assert not leads_to([], head_at(past))
 
 
-def test_alone_is_who_has_committed_with_nobody() -> None:
+def test_a_peer_is_alone_if_it_has_committed_no_round_with_others() -> None:
     assert was_alone(Past(DIGEST).commit("a").found("a").commit("a").entries)
     assert not was_alone(Past(DIGEST).commit("ab").commit("a", "ab").entries)
 

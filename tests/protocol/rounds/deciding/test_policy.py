@@ -191,14 +191,14 @@ def test_a_member_that_names_too_few_links_cannot_stop_rounds() -> None:
     assert list(policy.averageable(apart, ())) == list(names[:4])
 
 
-def test_nobody_is_in_the_mean_that_is_not_whole_everywhere() -> None:
+def test_only_members_that_arrived_whole_at_every_reducer_are_in_the_mean() -> None:
     complete = {"a": {0, 1}, "b": {0}, "c": {0, 1}, "d": set[int]()}
     sends = {name: {0, 1} for name in "abcd"}
     assert policy.included(sends, complete, [0, 1], {"c"}) == ["a"]
     assert policy.included(sends, complete, [0], ()) == ["a", "b", "c"]
 
 
-def test_a_member_is_whole_where_all_that_it_sends_arrived_if_anybody_has_it() -> None:
+def test_a_member_is_whole_at_a_reducer_if_all_that_it_sends_there_arrived() -> None:
     plan = [RosterPart(0, 9, "a", ("a", "b")), RosterPart(0, 9, "b", ("b",)), RosterPart(9, 18, "c", ())]
     sends = policy.parts_of(["a", "b", "c"], plan)
     assert sends == {"a": {0, 2}, "b": {0, 1, 2}, "c": {2}}
@@ -237,7 +237,7 @@ def test_a_reducer_that_alone_gives_up_half_of_the_others_is_doubted() -> None:
     assert not policy.is_doubted(2, {"a"}, WHOLE, {**WHOLE, "a": {0, 1}}, [0, 1, 2])
 
 
-def test_a_member_that_nobody_receives_is_at_fault_itself() -> None:
+def test_a_member_whose_chunks_reach_no_reducer_is_itself_at_fault() -> None:
     silent = {"a": {0, 1}, "b": {0, 1}, "x": set[int]()}
     assert not policy.is_doubted(0, {"x"}, THREE, silent, [0, 1])
     assert policy.is_doubted(0, {"x"}, THREE, {**silent, "x": {1}}, [0, 1])

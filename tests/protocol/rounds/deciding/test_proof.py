@@ -44,7 +44,7 @@ def test_fewer_or_others_do_not(names: str) -> None:
         check(signed_by(names, RECORD, DIGEST))
 
 
-def test_a_vote_said_twice_counts_once() -> None:
+def test_a_repeated_vote_counts_once() -> None:
     commit = signed_by("c", RECORD, DIGEST)
     with pytest.raises(WireError, match="without a quorum"):
         check(msgspec.structs.replace(commit, votes=commit.votes * 3))

@@ -35,7 +35,7 @@ def test_one_slow_round_says_nothing() -> None:
     assert len(told(IntervalWatch(200), [1.0, 30.0, 30.0])) == 1
 
 
-def test_it_is_said_again_after_an_hour() -> None:
+def test_the_warning_is_repeated_after_an_hour() -> None:
     watch = IntervalWatch(200)
     assert len(told(watch, [5.0] * 5, now=7.0)) == 1
     assert told(watch, [5.0] * 5, now=6.0 + AGAIN_AFTER_S) == []

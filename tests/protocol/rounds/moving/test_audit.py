@@ -217,7 +217,7 @@ def test_chunks_are_dropped_in_time_though_their_audit_fails() -> None:
     run_virtual(main)
 
 
-def test_an_accusation_by_anybody_else_is_a_strike() -> None:
+def test_an_accusation_by_a_peer_that_is_not_the_auditor_is_a_strike() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
             start(s)

@@ -20,8 +20,7 @@ from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
 from p2ptrain.settings.config import RunConfig
-from tests.protocol.rounds.test_rounds import Witness
-from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
+from tests.protocol.swarm import RUN, Shapes, Swarm, Witness, run_virtual, swarm
 
 PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
 GOSSIP = dataclasses.replace(RUN, fragment_fraction=0.02)

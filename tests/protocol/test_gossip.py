@@ -36,8 +36,7 @@ from p2ptrain.protocol.wire.frames import PREFIX_BYTES
 from p2ptrain.protocol.wire.messages import Fragment, pack
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.hearing import hear
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, inline, run_virtual, swarm
+from tests.protocol.swarm import RUN, common, inline, run_virtual, start_all, swarm
 
 SHAPES = [("embedding", (40, 64)), ("bias", (70,)), ("head", (700, 64))]
 STEP_S = 0.1

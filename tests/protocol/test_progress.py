@@ -18,8 +18,7 @@ import trio
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF, Message
-from tests.protocol.rounds.test_rounds import common
-from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
+from tests.protocol.swarm import RUN, Shapes, Swarm, common, run_virtual, swarm
 
 # The walk of these tests drifts far in seconds of rounds alone; whom the guard leaves out then is not their question.
 # Few steps in an interval: it lasts as long, and rounds take most of the work.

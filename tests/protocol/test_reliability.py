@@ -18,9 +18,8 @@ from p2ptrain.protocol.membership.neighbours import MAX_DIALLED
 from p2ptrain.protocol.state_sync.joining import ADOPT_TIMEOUT_S
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF, Message
-from tests.protocol.rounds.test_rounds import Witness, common, start_all
 from tests.protocol.storm import PLAIN
-from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, TestPeer, Witness, common, run_virtual, start_all, swarm
 
 SMALL = [("head", (64, 64))]
 

@@ -26,8 +26,7 @@ from p2ptrain.protocol.exchange.types import (
 )
 from tests.protocol.exchange.test_exchange import SPACE, Bench, landing, push_plan
 from tests.protocol.hearing import hear
-from tests.protocol.rounds.test_rounds import Witness, common, start_all
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, Witness, common, run_virtual, start_all, swarm
 from tests.side_stream import LateStream, Mistake, bits
 
 NUM_BLOCKS = SPACE.num_blocks

@@ -32,8 +32,7 @@ from tests import side_stream
 from tests.protocol.exchange.test_delayed_transfers import Story
 from tests.protocol.exchange.test_exchange import SPACE, Bench, landing, push_plan
 from tests.protocol.hearing import hear
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
 from tests.side_stream import LateStream
 
 NUM_BLOCKS = SPACE.num_blocks

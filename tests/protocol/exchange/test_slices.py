@@ -24,8 +24,7 @@ from p2ptrain.protocol.exchange.slices import SHARE
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingDone, Push, Snapshot, SnapshotTaken, SnapshotWanted
 from tests.protocol.exchange.test_exchange import SPACE, STEP_S, Bench, landing, push_plan
 from tests.protocol.hearing import hear
-from tests.protocol.rounds.test_rounds import Witness, common, start_all
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, Witness, common, run_virtual, start_all, swarm
 
 NUM_BLOCKS = SPACE.num_blocks
 PIECE_S = 0.01

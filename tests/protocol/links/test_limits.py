@@ -27,8 +27,7 @@ from p2ptrain.protocol.links.limits import (
 )
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.wire.messages import Ack, Due, Fragment, Message, Request
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
 from tests.protocol.wire.test_messages import BEAT
 from tests.protocol.wiring import endpoints, linked_pair, until
 

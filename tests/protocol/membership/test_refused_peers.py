@@ -15,8 +15,7 @@ from p2ptrain.protocol.membership.lookup import ask_settings, check_key
 from p2ptrain.protocol.membership.status import list_members
 from p2ptrain.settings.access import DENIED, NOT_ALLOWED, Access
 from p2ptrain.settings.peer_config import NetworkConfig
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
 from tests.protocol.wiring import hello_of, start_endpoint, until
 
 

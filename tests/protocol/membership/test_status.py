@@ -11,8 +11,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.links import limits
 from p2ptrain.protocol.links.limits import Struck
 from p2ptrain.protocol.membership.status import list_members, parse_relayed, parse_strikes
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, TestPeer, run_virtual, swarm
+from tests.protocol.swarm import RUN, TestPeer, common, run_virtual, start_all, swarm
 
 
 class Listener(trio.abc.Instrument):

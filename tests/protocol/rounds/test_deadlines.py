@@ -59,8 +59,7 @@ from p2ptrain.protocol.wire.messages import (
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.rounds.deciding.test_policy import arrived_of
 from tests.protocol.rounds.deciding.test_timeouts import timeouts
-from tests.protocol.rounds.test_rounds import common
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, common, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, chunk_message, hello_of, linked_pair, start_endpoint, until
 
 # --- a silent peer --------------------------------------------------------------------------------------------------

@@ -33,9 +33,7 @@ from p2ptrain.protocol.rounds.moving.member import Participation, Sender
 from p2ptrain.protocol.rounds.moving.part_store import PartStore
 from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.wire.messages import KIND_OF, Join
-from tests.protocol.rounds.test_round_faults import after
-from tests.protocol.rounds.test_rounds import Witness, common, start_all
-from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, Witness, after, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
 # Calls of a phase that raise before it works again. Three attempts make a round.

@@ -27,9 +27,8 @@ from p2ptrain.protocol.wire.messages import (
     SignedHead,
     Vote,
 )
-from tests.protocol.rounds.test_rounds import common, start_all
 from tests.protocol.signing import signed_by
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 Lie = dict[str, Any]

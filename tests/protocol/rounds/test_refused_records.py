@@ -16,8 +16,7 @@ from p2ptrain.protocol.rounds.landing.commit import OLDER_AVERAGED, OTHER_NAMED
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.wire.messages import Record
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 

@@ -21,8 +21,7 @@ from p2ptrain.protocol.rounds.deciding.proof import Voter
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.rounds.moving.part_store import blob_digest
 from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Ready, Record
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +18,7 @@ from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.rounds.deciding import policy
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
-from tests.protocol.rounds.test_rounds import Witness, common, start_all
-from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, Witness, after, common, kind_of, run_virtual, start_all, swarm, when
 
 PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
 ROUND_MESSAGES = [
@@ -30,31 +28,6 @@ ROUND_MESSAGES = [
 
 # Bulk is counted: who repeats it breaks the protocol of links, and loses them.
 CONTROL = [kind for kind in ROUND_MESSAGES if kind not in (messages.Contribution, messages.Mean)]
-
-
-def kind_of(packet: bytes) -> int:
-    return packet[1]
-
-
-def when(
-    s: Swarm, kind: type[messages.Message], occurrence: int, action: Callable[[str, str], PacketFault]
-) -> Callable[[], bool]:
-    """Do something at the n-th message of a kind from now on. Returns whether it has happened."""
-    seen = 0
-    done = False
-
-    def fault(source: str, target: str, packet: bytes) -> PacketFault:
-        nonlocal seen, done
-        if done or kind_of(packet) != KIND_OF[kind]:
-            return PacketFault.NONE
-        seen += 1
-        if seen < occurrence:
-            return PacketFault.NONE
-        done = True
-        return action(source, target)
-
-    s.network.fault = fault
-    return lambda: done
 
 
 @pytest.fixture(autouse=True)
@@ -225,10 +198,3 @@ def test_after_a_sleep_of_the_whole_machine_the_run_goes_on_where_it_was(kind: t
             assert {r["lineage"] for p in s.peers.values() for r in p.rounds()} == {lineage}
 
     run_virtual(main)
-
-
-def after(s: Swarm, time_s: float, size: int) -> bool:
-    """Whether everybody has landed a round of `size` since then."""
-    return all(
-        any(r["t"] > time_s and r["group_size"] == size for r in p.rounds("committed")) for p in s.peers.values()
-    )

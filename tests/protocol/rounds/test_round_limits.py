@@ -53,10 +53,8 @@ from p2ptrain.protocol.wire.messages import (
 )
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.rounds.deciding.test_policy import arrived_of
-from tests.protocol.rounds.test_round_faults import after
-from tests.protocol.rounds.test_rounds import common, start_all
 from tests.protocol.signing import signed_by
-from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, TestPeer, after, common, run_virtual, start_all, swarm
 from tests.protocol.wiring import Endpoint, chunk_message
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)

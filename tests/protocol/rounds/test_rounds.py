@@ -8,101 +8,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import trio
 
-from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.slices import Slice
-from p2ptrain.protocol.exchange.types import ExchangeEvent, RoundReport, SnapshotTaken
-from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.rounds.landing import commit, snapshot
 from p2ptrain.protocol.rounds.moving import reducer
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
-from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Attempt, Call, Record, Reduce, Request
+from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Attempt, Call, Reduce, Request
 from p2ptrain.protocol.wire.transport import Compute
-from tests.protocol.swarm import RUN, Swarm, TestPeer, Worker, run_virtual, swarm
-
-
-class Witness:
-    """Notes every snapshot and every anchor of a swarm, to compare what was committed with what it should be."""
-
-    def __init__(self) -> None:
-        # By lineage, round and incarnation. After a round that was skipped there may be a second one.
-        self.snapshots: dict[tuple[str, int, str], list[np.ndarray]] = defaultdict(list)
-        self.anchors: dict[tuple[str, int, str], np.ndarray] = {}
-        self.momenta: dict[tuple[str, int], np.ndarray] = {}
-        self.records: dict[tuple[str, int], Record] = {}
-
-    def watch(self, peer: TestPeer) -> None:
-        self._watch(peer, peer.current)
-        peer.on_node = lambda node: self._watch(peer, node)
-
-    def _watch(self, peer: TestPeer, node: Node) -> None:
-        receive, ended = node.receive, node.round_ended
-
-        def watched(event: ExchangeEvent) -> None:
-            if isinstance(event, SnapshotTaken):
-                snapshot = event.snapshot
-                key = (snapshot.epoch.lineage, snapshot.epoch.round + 1, node.incarnation)
-                self.snapshots[key].append(snapshot.weights.numpy().copy())
-            receive(event)
-
-        def round_ended(report: RoundReport) -> None:
-            record = node.engine.head.record
-            if report.status != "skipped" and record is not None:
-                self.anchors[(report.lineage, report.round, peer.peer_id)] = node.state.anchor.copy()
-                self.momenta[(report.lineage, report.round)] = node.state.moments[0].copy()
-                self.records[(report.lineage, report.round)] = record
-            ended(report)
-
-        node.receive = watched  # type: ignore[method-assign]
-        node.round_ended = round_ended  # type: ignore[method-assign]
-
-    def check_values(self) -> int:
-        """Every anchor is the outer step of exactly its contributors' weighted mean; returns how many were checked."""
-        checked = 0
-        for (lineage, round_, peer_id), anchor in self.anchors.items():
-            record = self.records[(lineage, round_)]
-            before = self.anchors.get((lineage, round_ - 1, peer_id))
-            momentum = self.momenta.get((lineage, round_ - 1))
-            taken = [self.snapshots[(lineage, round_, c.incarnation)] for c in record.contributors]
-            if before is None or momentum is None or any(len(snapshots) != 1 for snapshots in taken):
-                continue
-            total = sum(c.weight for c in record.contributors)
-            mean = sum(
-                np.float64(c.weight / total) * (before - snapshot).astype(np.float64)
-                for c, (snapshot,) in zip(record.contributors, taken, strict=True)
-            ).astype(np.float32)
-            expected, momentum = before.copy(), momentum.copy()
-            outer_step(
-                record.outer_optimizer,
-                expected,
-                [momentum],
-                mean,
-                lr=record.outer_lr,
-                momentum=record.outer_momentum,
-                round_=0,
-            )  # fmt: skip
-            size = max(1.0, float(np.abs(before).max()))  # what rounding errors grow with
-            np.testing.assert_allclose(anchor, expected, rtol=1e-6, atol=2e-6 * size)
-            checked += 1
-        return checked
-
-
-def start_all(s: Swarm, names: str, witness: Witness | None = None, step_s: float = 0.1) -> None:
-    for i, name in enumerate(names):
-        peer = s.start(name, founder=i == 0, step_s=step_s)
-        if witness is not None:
-            witness.watch(peer)
-
-
-def common(s: Swarm, count: int, size: int) -> bool:
-    """Whether every peer has taken part in `count` rounds of `size` contributors."""
-    return all(sum(r["group_size"] >= size for r in p.rounds("committed")) >= count for p in s.peers.values())
+from tests.protocol.swarm import RUN, Witness, Worker, common, run_virtual, start_all, swarm
 
 
 def test_four_peers_commit_the_weighted_mean_of_all_four() -> None:

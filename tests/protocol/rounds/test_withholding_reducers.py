@@ -16,8 +16,7 @@ from p2ptrain.protocol.rounds.deciding.timeouts import MARGIN, MIN_ATTEMPT_S
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S, MeanPush
 from p2ptrain.protocol.wire.messages import Answer, Message, Record, Reduced, Request
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, Shapes, run_virtual, swarm
+from tests.protocol.swarm import RUN, Shapes, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off")
 # A part for each member.

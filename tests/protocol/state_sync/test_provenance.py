@@ -13,8 +13,7 @@ from p2ptrain.protocol.rounds.deciding.history import History, name_of
 from p2ptrain.protocol.state_sync import provenance, transfer
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 

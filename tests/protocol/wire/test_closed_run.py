@@ -20,8 +20,7 @@ from p2ptrain.protocol.wire.closed_run import ACCEPTOR, DIALLER, ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import KINDS, Challenge, Hello, Message, Proof
 from p2ptrain.settings.run_key import RunKey
-from tests.protocol.rounds.test_rounds import common
-from tests.protocol.swarm import RUN, inline, run_virtual, swarm
+from tests.protocol.swarm import RUN, common, inline, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, start_endpoint, until
 
 KEY, OTHER = RunKey(bytes(range(32))), RunKey(bytes(32))

@@ -40,9 +40,7 @@ from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.settings.config import AVERAGINGS, ROUND_MEANS, RunConfig
 from tests.protocol.rounds.deciding.test_policy import join_of
-from tests.protocol.rounds.test_round_faults import after, when
-from tests.protocol.rounds.test_rounds import Witness, common, start_all
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, Witness, after, common, run_virtual, start_all, swarm, when
 from tests.protocol.wiring import chunk_message
 
 BLOCKS = 2500

@@ -26,8 +26,7 @@ from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.rounds.moving.member import Participation, Sender
 from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.wire.messages import Arrived, Attempt, Head, Message, Part, Record, RosterPart
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm
+from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, common, run_virtual, start_all, swarm
 from tests.protocol.wiring import chunk_message
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)

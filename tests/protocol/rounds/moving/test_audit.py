@@ -17,8 +17,7 @@ from p2ptrain.protocol.rounds.deciding import consensus
 from p2ptrain.protocol.rounds.deciding.averaging import Parts
 from p2ptrain.protocol.rounds.moving.audit import KEEP_S, Audited, Audits, Draw, Verdict, draw_of
 from p2ptrain.protocol.wire.messages import Accuse, Contribution, Contributor, Part, Record, Request
-from tests.protocol.rounds.test_rounds import common, start_all
-from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, TestPeer, common, run_virtual, start_all, swarm
 
 # Rounds are ten seconds apart: time for an audit.
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, audit_rate=1.0, sync_every=100)

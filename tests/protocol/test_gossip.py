@@ -702,7 +702,7 @@ def test_a_member_that_floods_with_lies_moves_no_weights_and_loses_its_links(
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(flood)
-                await trio.sleep(30)
+                await trio.sleep(15)
                 honest = torch.stack([s.peers[name].flat() for name in "abc"])
                 assert honest.abs().max() < 20
                 slot = liar.node._gossip._blocks(0, 0, 1)  # type: ignore[union-attr]

@@ -41,8 +41,8 @@ import sys
 from pathlib import Path
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.swarm import simulate
-simulate(Experiment.of(peers=3, steps=25, sync_every=10, eval_every=10, batch_size=1, loss=0.2, drop=0.2,
-                       schedule=["12:crash:1", "15:join:3"])).write(Path(sys.argv[1]))
+simulate(Experiment.of(peers=3, steps=12, sync_every=4, eval_every=6, batch_size=1, loss=0.2, drop=0.2,
+                       schedule=["5:crash:1", "7:join:3"])).write(Path(sys.argv[1]))
 """
 
 

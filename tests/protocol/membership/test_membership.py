@@ -728,7 +728,7 @@ def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
 def test_who_links_to_a_peer_does_not_displace_the_neighbours_that_it_chose(lineage: str) -> None:
     async def main() -> None:
         async with town() as t:
-            chosen = [await t.start(f"p{i:02d}") for i in range(24)]
+            chosen = [await t.start(f"p{i:02d}") for i in range(14)]
             for other in chosen:
                 other.lineage = "0-g"
                 other.membership.stop()
@@ -736,7 +736,7 @@ def test_who_links_to_a_peer_does_not_displace_the_neighbours_that_it_chose(line
             await trio.sleep(5)
             a.membership.rounds = RoundPeers(nobody, nobody)
             a.membership.settle()
-            strangers = [await t.start(f"x{i:02d}") for i in range(15)]
+            strangers = [await t.start(f"x{i:02d}") for i in range(12)]
             for stranger in strangers:
                 stranger.lineage = lineage
                 stranger.membership.stop()

@@ -163,18 +163,6 @@ def test_what_decides_rounds_does_not_know_what_moves_and_lands_bytes() -> None:
         assert not any(name.startswith((rounds + "moving", rounds + "landing")) for name in imports(path)), path
 
 
-def test_an_interface_has_at_most_four_members() -> None:
-    """A class that needs more of its owner takes values and callables. A strategy, which others implement, has more."""
-    seen = 0
-    for path in files_of("protocol"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
-                members = [item for item in node.body if not isinstance(item, ast.Expr)]  # docstrings
-                assert len(members) <= 4 or node.name == "Averaging", f"{path}: {node.name}"
-                seen += 1
-    assert seen > 4
-
-
 @pytest.mark.processes
 def test_importing_the_package_is_cheap() -> None:
     """`p2ptrain --help` and tab completion must not pay for torch; names are imported when they are first used."""

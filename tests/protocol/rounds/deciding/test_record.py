@@ -40,12 +40,26 @@ def test_a_reported_norm_is_one_that_values_within_the_limit_can_have() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tokens", -1), ("tokens", 2**53 + 1), ("shard_tokens", -1), ("run_step", -1), ("speed", -1.0), ("rate", -1.0)],
+    [
+        ("tokens", -1),
+        ("tokens", 2**53 + 1),
+        ("shard_tokens", -1),
+        ("run_step", -1),
+        ("run_step", 2**53 + 1),
+        ("shard_tokens", 2**53 + 1),
+        ("speed", -5e-324),
+        ("rate", -5e-324),
+    ],
 )
 def test_a_join_with_an_impossible_claim_is_refused(name: str, value: float) -> None:
     check_join(join_of("a"))
     with pytest.raises(WireError, match=name):
         check_join(join_of("a", **{name: value}))
+
+
+@pytest.mark.parametrize("count", [0, 2**53])
+def test_a_join_may_claim_the_least_and_the_most(count: int) -> None:
+    check_join(join_of("a", tokens=count, shard_tokens=count, run_step=count, speed=float(count), rate=float(count)))
 
 
 ROSTER = Roster(

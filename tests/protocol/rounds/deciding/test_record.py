@@ -9,9 +9,12 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.deciding.record import check_arrived, check_join, check_roster
-from p2ptrain.protocol.wire.messages import Attempt, Contributor, Roster, RosterPart
+from p2ptrain.protocol.rounds.deciding.averaging import Conclusion, averaging_of
+from p2ptrain.protocol.rounds.deciding.record import check_arrived, check_join, check_roster, name_of, record_of
+from p2ptrain.protocol.wire.messages import Attempt, Contributor, Head, Part, Record, Roster, RosterPart
+from p2ptrain.settings.config import RunConfig
 from tests.protocol.rounds.deciding.test_policy import ATTEMPT, arrived_of, join_of
+from tests.protocol.wire.test_messages import example_of
 
 
 def test_a_report_has_one_norm_and_one_root_for_each_member() -> None:
@@ -60,6 +63,32 @@ def test_a_join_with_an_impossible_claim_is_refused(name: str, value: float) -> 
 @pytest.mark.parametrize("count", [0, 2**53])
 def test_a_join_may_claim_the_least_and_the_most(count: int) -> None:
     check_join(join_of("a", tokens=count, shard_tokens=count, run_step=count, speed=float(count), rate=float(count)))
+
+
+@pytest.mark.parametrize("total_steps", [1, 100])
+@pytest.mark.parametrize(("at_end", "ends"), [("a", False), ("ab", True), ("abc", True)])
+def test_the_run_ends_with_the_round_in_which_half_have_done_all_steps(
+    total_steps: int, at_end: str, ends: bool
+) -> None:
+    run, head = RunConfig(total_steps=total_steps, sync_every=1), Head("0-g", "0-g", 0, "s", "a", (), 0, 0, None)
+    joins = {name: join_of(name, run_step=0, at_length=name in at_end) for name in "abcd"}
+    contributors = [Contributor(name, f"{name}.1", 1.0, b"") for name in joins]
+    record = record_of(run, head, joins, contributors, Conclusion((), ((1.0,) * 16,)))
+    assert record.run_step == (total_steps if ends else 0)
+    endless = record_of(RunConfig(total_steps=0), head, joins, contributors, Conclusion((), ((1.0,) * 16,)))
+    assert endless.run_step == 0
+
+
+def test_a_record_names_the_root_of_a_contribution_or_where_the_parts_are_contributions_their_hash() -> None:
+    record = msgspec.structs.replace(
+        example_of(Record),
+        contributors=(Contributor("a", "a.1", 1.0, b"root of a"), Contributor("b", "b.1", 1.0, b"")),
+        parts=(Part(0, 9, "hash", "a"),),
+    )
+    parts, gather = (averaging_of(RunConfig(averaging=averaging)) for averaging in ("parts", "gather"))
+    assert [name_of(record, (name, f"{name}.1"), parts) for name in "abc"] == [b"root of a", b"", None]
+    assert [name_of(record, (name, f"{name}.1"), gather) for name in "abc"] == [b"hash", b"", None]
+    assert name_of(record, ("a", "a.2"), parts) is None
 
 
 ROSTER = Roster(

@@ -21,7 +21,7 @@ from p2ptrain.protocol.rounds.deciding.lineage import (
     new_lineage,
 )
 from p2ptrain.protocol.rounds.liveness import Liveness
-from p2ptrain.protocol.wire.messages import Head
+from p2ptrain.protocol.wire.messages import MAX_COUNT, Head
 from tests.protocol.swarm import run_virtual
 
 HEAD = Head("g", "0-x", 3, "s", "a", (("a", "1"), ("b", "1"), ("c", "1")), 100, 1000, None)
@@ -243,3 +243,13 @@ def test_a_head_that_no_lineage_can_have_is_refused(lie: dict[str, Any]) -> None
     check_head(head)
     with pytest.raises(WireError):
         check_head(msgspec.structs.replace(head, **lie))
+
+
+@pytest.mark.parametrize("count", [0, MAX_COUNT])
+def test_a_head_may_have_the_least_and_the_most_counts(count: int) -> None:
+    head = Head("0-g", "0-g", count - 1, "s", "a", (), count, count, None)
+    check_head(head)
+    beyond = -1 if count == 0 else count + 1
+    for lie in ({"round": beyond - 1}, {"run_step": beyond}, {"tokens_total": beyond}):
+        with pytest.raises(WireError, match="a head at round"):
+            check_head(msgspec.structs.replace(head, **lie))

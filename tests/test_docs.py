@@ -297,15 +297,15 @@ def test_the_estimates_on_pages_are_what_the_command_prints() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_tests_that_are_named_exist(page: str) -> None:
-    """`p2ptrain/….py`, `tests/….py::test_…`; below `tests/` without saying so where the page says that."""
+    """`p2ptrain/….py`, `tests/….py::test_…`; below `tests/`, or anywhere in `tests/protocol/`, without saying so."""
     for span in read(page).spans:
         if match := re.fullmatch(r"([\w/.-]+\.(?:py|toml|md|yaml|svg|png))(?:::(\w+)(…?))?", span):
             path, name, more = match.groups()
-            if "/" not in path and not name:
+            if "/" not in path and not path.startswith("test_"):
                 continue
-            places = [ROOT / path, ROOT / "tests" / path, ROOT / "tests/protocol" / path]
+            places = [ROOT / path, ROOT / "tests" / path, *(ROOT / "tests/protocol").rglob(path)]
             found = [place for place in places if place.exists()]
-            assert found, f"{page} names {path}"
+            assert len(found) == 1, f"{page} names {path}"
             if name:
                 end = r"\w*" if more else r"\b"
                 assert re.search(rf"def {name}{end}", found[0].read_text(encoding="utf-8")), f"{page} names {span}"

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,14 @@ def files_of(*components: str) -> list[Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Full names of all that a file imports, at any depth of it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,7 +72,7 @@ def attributes_of(path: Path, module: str) -> set[str]:
     """Names used as `module.name` in a file."""
     return {
         node.attr
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module
     }
 
@@ -96,8 +102,7 @@ def test_imports_within_the_protocol_point_up_the_list_only() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        assert not text.strip() or ast.get_docstring(ast.parse(text)), path
+        assert not parsed(path).body or ast.get_docstring(parsed(path)), path
 
 
 def test_only_the_network_knows_hivemind_and_asyncio() -> None:
@@ -131,7 +136,7 @@ def test_tensors_of_ours_have_the_dtype_and_device_that_they_say() -> None:
     makers = {"zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "linspace", "eye", "scalar_tensor"}
     found = 0
     for path in files_of("algorithms", "protocol", "peer"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name)) if name in makers:
                     found += 1

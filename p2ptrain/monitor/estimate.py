@@ -30,11 +30,11 @@ from p2ptrain.protocol.wire.messages import Attempt, Join
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.link import UNITS, Link
 
-# From due to landed: four from the Call (protocol/test_rounds.py::test_a_round_takes_four_round_trips_from_its_call),
+# From due to landed: four from the Call (test_rounds.py::test_a_round_takes_four_round_trips_from_its_call),
 # and one until enough voters are known to be due.
 ROUND_TRIPS = 5
 # The same of a pairwise step: a pause of at most four, two on average; and two from the first offer
-# (protocol/test_pairwise.py::test_a_pairwise_step_takes_two_round_trips_from_its_offer).
+# (test_pairwise.py::test_a_pairwise_step_takes_two_round_trips_from_its_offer).
 PAIR_ROUND_TRIPS = 4
 # Snapshot, encoding, hashing, averaging and the outer step: about a second for 25M parameters on one busy core
 # (docs/evidence/benchmarks.md, "Far apart").

@@ -287,6 +287,19 @@ def test_tensors_that_lie_whole_rows_apart_are_read_and_written_together(
     assert memory.count_nonzero() == used  # nothing between them was written
 
 
+def test_on_a_device_a_model_of_less_than_a_row_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_tensors, "JOINED_ON", {"cpu"})
+    tensors = [torch.arange(1.0, 6.0), torch.full((BLOCK - 1,), 7.0)]
+    view = ParameterView(IndexSpace([("a", (5,)), ("b", (BLOCK - 1,))]), tensors)
+    plan = view.space.plan([0, 1])
+    values = view.gather(plan)
+    assert values[0, :5].tolist() == [1, 2, 3, 4, 5]
+    assert values[1].tolist() == [7.0] * (BLOCK - 1) + [0.0]
+    view.scatter(plan, values + 1)
+    assert tensors[0].tolist() == [2, 3, 4, 5, 6]
+    assert tensors[1].tolist() == [8.0] * (BLOCK - 1)
+
+
 def test_on_a_device_one_change_lands_all_tensors_of_a_kind() -> None:
     """On the device that needs no memory, and has no values."""
     tensors = [tensor.to("meta") for tensor in [*make_tensors(), *make_tensors(torch.bfloat16)]]

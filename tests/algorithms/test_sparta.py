@@ -233,7 +233,7 @@ def test_a_sender_that_is_refused_a_hundred_times_in_a_row_is_an_outlier() -> No
         assert not rule.is_outlier("b")
 
 
-def test_among_two_peers_nobody_is_an_outlier() -> None:
+def test_of_two_peers_none_is_an_outlier() -> None:
     rule = agreed("b")
     for _ in range(500):
         assert not feed(rule, 2.0, "b")

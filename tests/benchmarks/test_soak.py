@@ -33,11 +33,11 @@ def test_faults_come_from_the_seed_at_the_rate_that_is_asked_for() -> None:
     assert all(fault.at_s + fault.lasts_s <= MINUTES * 60 for fault in faults)
 
 
-def test_where_nobody_can_be_cut_off_nobody_is() -> None:
+def test_a_plan_without_partitions_has_none() -> None:
     assert {fault.kind for fault in _plan(1, kinds=KINDS)} == set(KINDS)
 
 
-def test_nobody_suffers_from_two_at_once_one_is_as_it_was_and_one_is_never_killed() -> None:
+def test_a_peer_has_one_fault_at_a_time_one_peer_has_none_and_one_is_never_killed() -> None:
     free_from = [0.0] * 4
     for fault in _plan(3, per_minute=4):
         for peer in fault.peers:
@@ -119,7 +119,7 @@ def test_a_peer_that_needs_more_and_more_fails_a_soak(more: dict[str, float], re
     assert failures(soak) == ([f"b needs more and more {resource}"] if resource else [])
 
 
-def test_nothing_is_said_of_growth_before_there_is_enough_to_say_it_by() -> None:
+def test_growth_is_reported_only_from_enough_samples() -> None:
     usage = _usage()
     settled = next(i for i, one in enumerate(usage) if one.t > SETTLED_S)
     assert not growths([])

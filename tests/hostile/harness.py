@@ -16,8 +16,7 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.links.limits import Strikes
 from tests.hostile.liar import Liar, member, stranger
 from tests.hostile.values import Facts
-from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm
-from tests.protocol.test_rounds import common
+from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, common, run_virtual, swarm
 
 NAMES = "abc"
 STEP_S = 0.1

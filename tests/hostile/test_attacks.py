@@ -1,8 +1,8 @@
 """The attacks that once ended peers or destroyed their model: as a stranger, and as a member who takes part in rounds.
 
-Made-up records in the DHT are in `tests/protocol/test_made_up_records.py`, text with control characters in
-`tests/protocol/test_forged_text.py`, half requests to the page in `tests/monitor/dashboard/test_server.py`, relayed
-bytes in `tests/network/test_relays.py`, and what a joiner is told in `tests/protocol/test_state_sync.py`.
+In `tests/protocol/` are made-up records in the DHT (`membership/test_made_up_records.py`), text with control characters
+(`wire/test_forged_text.py`), and what a joiner is told (`state_sync/test_state_sync.py`). Relayed bytes are in
+`tests/network/test_relay.py`, half requests to the page in `tests/monitor/dashboard/test_server.py`.
 """
 
 from __future__ import annotations

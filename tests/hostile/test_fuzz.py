@@ -26,7 +26,7 @@ def test_findings_stay_mended(as_member: bool) -> None:
         pytest.param(7, id="pairwise member"),
     ],
 )
-def test_random_frames_end_nobody(seed: int) -> None:
+def test_random_frames_end_no_peer(seed: int) -> None:
     counted = fuzz.fuzz(seed, 2500)
     # 9 % of a member's in a pairwise run (measured): weights of another step, or of no partner, are ignored.
     assert 0.05 < counted.refused / counted.read < 0.9

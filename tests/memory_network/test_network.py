@@ -272,7 +272,7 @@ def test_a_partition_swallows_what_is_sent_and_healing_is_for_new_streams() -> N
     run_virtual(main)
 
 
-def test_nobody_learns_across_a_partition_that_the_other_gave_up() -> None:
+def test_no_peer_learns_across_a_partition_that_the_other_gave_up() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         ours, theirs = await pair(network)

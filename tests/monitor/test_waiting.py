@@ -20,13 +20,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
     return lines
 
 
-def test_a_long_wait_is_said(said: queue.Queue[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_is_reported(said: queue.Queue[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "SAY_AFTER_S", 0.0)
     with saying_what_for("connecting", 60.0):
         assert said.get(timeout=30) == "connecting; this takes up to 60 s"
 
 
-def test_nothing_is_said_once_the_wait_is_over(said: queue.Queue[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_printed_once_the_wait_is_over(said: queue.Queue[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "SAY_AFTER_S", 3600.0)
     with pytest.raises(OSError, match="unreachable"), saying_what_for("connecting", 60.0):
         timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]

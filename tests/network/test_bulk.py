@@ -133,7 +133,7 @@ def test_who_names_the_certificate_of_another_peer_needs_its_key(run: Callable[.
     run(main)
 
 
-def test_nobody_can_claim_the_certificate_of_another_peer(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_no_peer_can_claim_the_certificate_of_another(run: Callable[..., Any], tmp_path: Path) -> None:
     """Else its bytes would count as the claimer's."""
 
     async def main() -> None:
@@ -158,7 +158,7 @@ def test_a_malformed_offer_is_a_wire_error(run: Callable[..., Any], tmp_path: Pa
     run(main)
 
 
-def test_an_address_at_which_nobody_listens(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_address_at_which_no_program_listens(run: Callable[..., Any], tmp_path: Path) -> None:
     """A dead one among the peer's addresses costs nothing, and the error names the last one tried."""
 
     async def main() -> None:
@@ -228,7 +228,7 @@ def test_a_taken_port_is_an_error_for_the_user(run: Callable[..., Any], tmp_path
     run(main)
 
 
-def test_the_key_is_for_nobody_else(tmp_path: Path) -> None:
+def test_only_its_owner_can_read_the_key(tmp_path: Path) -> None:
     TlsBulk("a", LOOPBACK, 0, tmp_path)
     assert (tmp_path / "bulk.pem").stat().st_mode & 0o077 == 0
 

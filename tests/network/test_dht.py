@@ -50,7 +50,7 @@ def test_records_of_all_are_seen_by_all(run: Run) -> None:
     run(main)
 
 
-def test_a_stranger_that_floods_a_key_pushes_nobody_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_floods_a_key_displaces_no_record(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht, "MAX_RECORDS", 2)
 
     async def main() -> None:
@@ -186,7 +186,7 @@ def test_clock_that_differs_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) 
     run(main, -7.0, "behind")
 
 
-def test_peers_that_the_user_did_not_choose_keep_nobody_from_starting(
+def test_peers_that_the_user_did_not_choose_keep_no_peer_from_starting(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Remembered peers may report any time, or take no part in a DHT."""

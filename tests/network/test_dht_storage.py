@@ -24,7 +24,7 @@ def owners(storage: BoundedStorage) -> set[bytes]:
     return {owner for owner, _ in held.value.items()}
 
 
-def test_a_flood_pushes_nobody_out() -> None:
+def test_a_flood_displaces_no_record() -> None:
     """Whatever strangers store, with the longest life and as often as they like."""
     storage = BoundedStorage()
     assert storage.store_subkey(KEY, b"member", b"here", time.time() + 30.0)
@@ -60,7 +60,7 @@ def test_other_keys_are_not_affected() -> None:
     assert storage.store_subkey(b"another", b"new", b"value", time.time() + 30.0)
 
 
-def test_a_flood_of_keys_is_bounded_and_pushes_nobody_out() -> None:
+def test_a_flood_of_keys_is_bounded_and_displaces_no_record() -> None:
     storage, later = BoundedStorage(), time.time() + 120.0
     assert storage.store_subkey(KEY, b"member", b"here", time.time() + 30.0)
     stored = [storage.store_subkey(b"key %d" % i, b"stranger %d" % i, b"", later) for i in range(2 * MAX_KEYS)]

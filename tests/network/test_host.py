@@ -98,7 +98,7 @@ def test_addresses_that_cannot_work(run: Run, settings: dict[str, Any], parts: l
     assert "\n" not in message
 
 
-def test_nobody_listens_at_the_initial_peer(run: Run) -> None:
+def test_an_initial_peer_at_which_no_program_listens(run: Run) -> None:
     maddr = f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"
     message = refusal(run, config(initial_peers=(maddr,)))
     assert f"{maddr} (connection refused: nothing listens on that port)" in message
@@ -382,7 +382,7 @@ def test_ctrl_c_reaches_the_peer_and_not_its_daemon(start_peer: Any, sockets: Pa
     assert list(sockets.iterdir()) == []
 
 
-def test_peer_that_nobody_closed_closes_itself_at_exit(start_peer: Any, sockets: Path) -> None:
+def test_a_peer_that_was_not_closed_closes_itself_at_exit(start_peer: Any, sockets: Path) -> None:
     process, pid = start_peer("forget")
     output, error = process.communicate("\n")
     assert (process.returncode, output, error) == (0, "closed\n", "")

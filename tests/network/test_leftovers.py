@@ -27,7 +27,7 @@ def test_it_is_there_for_its_owner_alone_and_then_gone(usual: Path) -> None:
     assert list(usual.iterdir()) == []
 
 
-def test_only_what_nobody_holds_is_swept(usual: Path) -> None:
+def test_only_leftovers_that_no_process_holds_are_swept(usual: Path) -> None:
     dead, young, other = (usual / name for name in ("p2ptrain-17-dead", "p2ptrain-18-young", "somebody-elses"))
     for directory in (dead, young, other):
         directory.mkdir()

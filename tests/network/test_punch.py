@@ -175,7 +175,7 @@ def test_a_peer_dials_for_no_other_relay_and_no_refused_peer() -> None:
     assert asked(HIGH, StopMessage(type=StopMessage.CONNECT, peer=Peer(id=b"x")), NOW) == ([], [])
 
 
-def test_a_peer_dials_nobody_to_whom_it_is_connected() -> None:
+def test_a_peer_does_not_dial_a_connected_peer() -> None:
     """A relay could name such a peer with an address of its own, and keep what is joined to it open."""
     assert asked(HIGH, request_of(LOW), NOW, connected={LOW: True}) == ([Status.PERMISSION_DENIED], [])
     assert asked(HIGH, request_of(LOW), NOW, connected={LOW: False}) == ([Status.OK], [(LOW, OUTER)])
@@ -441,7 +441,7 @@ def test_a_peer_that_reads_nothing_keeps_no_connection_open(run: Run, monkeypatc
     run(main)
 
 
-def test_a_port_that_nobody_listens_on_is_a_lost_peer(run: Run) -> None:
+def test_a_closed_port_is_a_lost_peer(run: Run) -> None:
     async def main() -> None:
         async with two_listening() as (p2pd, far):
             silent = far.getsockname()

@@ -24,7 +24,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import SnapshotWanted
 from p2ptrain.settings.config import RunConfig
 from tests.peer.pair import memory_peer
-from tests.protocol.test_exchange import landing
+from tests.protocol.exchange.test_exchange import landing
 from tests.side_stream import LateStream
 
 

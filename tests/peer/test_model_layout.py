@@ -135,7 +135,7 @@ def test_unflattening_gives_every_parameter_by_name_without_a_copy() -> None:
         pytest.param(nn.LazyLinear(3), "parameter weight has no shape yet", id="lazy"),
     ],
 )
-def test_what_cannot_be_trained_together_is_said_by_name(model: object, complaint: str) -> None:
+def test_tensors_that_cannot_be_trained_together_are_named(model: object, complaint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         ModelParts(model)  # type: ignore[arg-type]
 

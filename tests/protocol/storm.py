@@ -20,8 +20,7 @@ from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
 from p2ptrain.settings.config import RunConfig
-from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
-from tests.protocol.test_rounds import Witness
+from tests.protocol.swarm import RUN, Shapes, Swarm, Witness, run_virtual, swarm
 
 PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
 GOSSIP = dataclasses.replace(RUN, fragment_fraction=0.02)
@@ -41,7 +40,8 @@ CONTROL = frozenset(
 ACTIONS = ("kill", "leave", "stop", "freeze", "split", "break", "repeat", "delay", "narrow", "restart")
 # Virtual seconds of faults.
 STORM_S = 45.0
-# Seconds between two rounds: the most peers for which a storm takes less than a minute to run.
+# Seconds between two rounds: the most peers for which a storm takes less than half a minute to run. Short intervals
+# have few steps, as these would be most of the work.
 PACES = {0.05: 2, 0.2: 3, 1.0: 8, 2.0: 8, 5.0: 8, 30.0: 8}
 # A node that fails a sixth time in a row is given up.
 MOST_RESTARTS = 5
@@ -113,7 +113,9 @@ def play(storm: Storm) -> Swarm:
 
     async def main() -> None:
         witness = Witness()
-        run: RunConfig = dataclasses.replace(GOSSIP if storm.gossip else PLAIN, averaging=storm.averaging)
+        run: RunConfig = dataclasses.replace(
+            GOSSIP if storm.gossip else PLAIN, averaging=storm.averaging, sync_every=5 if storm.interval_s < 1 else 20
+        )
         async with swarm(run, seed=storm.seed, latency_s=storm.latency_s, shapes=SHAPES) as s:
             played.append(s)
             weather = _Weather(s, storm, witness)

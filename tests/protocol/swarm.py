@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import trio
+import trio.testing
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.algorithms.transfers import in_pieces
 from p2ptrain.error_log import ErrorLog
-from p2ptrain.memory_network import MemoryNetwork, virtual_time
+from p2ptrain.memory_network import MemoryNetwork, PacketFault, virtual_time
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import StepReport
+from p2ptrain.protocol.exchange.types import ExchangeEvent, RoundReport, SnapshotTaken, StepReport
 from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.closed_run import ClosedRun
+from p2ptrain.protocol.wire.messages import KIND_OF, Record
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.run_key import RunKey
 
@@ -255,3 +261,114 @@ def run_virtual(test: Callable[[], Any], seed: int = 0) -> None:
     """Run a trio test on virtual time, the same way every time."""
     torch.set_num_threads(1)
     virtual_time.run_virtual(test, seed)
+
+
+class Witness:
+    """Notes every snapshot and every anchor of a swarm, to compare what was committed with what it should be."""
+
+    def __init__(self) -> None:
+        # By lineage, round and incarnation. After a round that was skipped there may be a second one.
+        self.snapshots: dict[tuple[str, int, str], list[np.ndarray]] = defaultdict(list)
+        self.anchors: dict[tuple[str, int, str], np.ndarray] = {}
+        self.momenta: dict[tuple[str, int], np.ndarray] = {}
+        self.records: dict[tuple[str, int], Record] = {}
+
+    def watch(self, peer: TestPeer) -> None:
+        self._watch(peer, peer.current)
+        peer.on_node = lambda node: self._watch(peer, node)
+
+    def _watch(self, peer: TestPeer, node: Node) -> None:
+        receive, ended = node.receive, node.round_ended
+
+        def watched(event: ExchangeEvent) -> None:
+            if isinstance(event, SnapshotTaken):
+                snapshot = event.snapshot
+                key = (snapshot.epoch.lineage, snapshot.epoch.round + 1, node.incarnation)
+                self.snapshots[key].append(snapshot.weights.numpy().copy())
+            receive(event)
+
+        def round_ended(report: RoundReport) -> None:
+            record = node.engine.head.record
+            if report.status != "skipped" and record is not None:
+                self.anchors[(report.lineage, report.round, peer.peer_id)] = node.state.anchor.copy()
+                self.momenta[(report.lineage, report.round)] = node.state.moments[0].copy()
+                self.records[(report.lineage, report.round)] = record
+            ended(report)
+
+        node.receive = watched  # type: ignore[method-assign]
+        node.round_ended = round_ended  # type: ignore[method-assign]
+
+    def check_values(self) -> int:
+        """Every anchor is the outer step of exactly its contributors' weighted mean; returns how many were checked."""
+        checked = 0
+        for (lineage, round_, peer_id), anchor in self.anchors.items():
+            record = self.records[(lineage, round_)]
+            before = self.anchors.get((lineage, round_ - 1, peer_id))
+            momentum = self.momenta.get((lineage, round_ - 1))
+            taken = [self.snapshots[(lineage, round_, c.incarnation)] for c in record.contributors]
+            if before is None or momentum is None or any(len(snapshots) != 1 for snapshots in taken):
+                continue
+            total = sum(c.weight for c in record.contributors)
+            mean = sum(
+                np.float64(c.weight / total) * (before - snapshot).astype(np.float64)
+                for c, (snapshot,) in zip(record.contributors, taken, strict=True)
+            ).astype(np.float32)
+            expected, momentum = before.copy(), momentum.copy()
+            outer_step(
+                record.outer_optimizer,
+                expected,
+                [momentum],
+                mean,
+                lr=record.outer_lr,
+                momentum=record.outer_momentum,
+                round_=0,
+            )  # fmt: skip
+            size = max(1.0, float(np.abs(before).max()))  # what rounding errors grow with
+            np.testing.assert_allclose(anchor, expected, rtol=1e-6, atol=2e-6 * size)
+            checked += 1
+        return checked
+
+
+def start_all(s: Swarm, names: str, witness: Witness | None = None, step_s: float = 0.1) -> None:
+    for i, name in enumerate(names):
+        peer = s.start(name, founder=i == 0, step_s=step_s)
+        if witness is not None:
+            witness.watch(peer)
+
+
+def common(s: Swarm, count: int, size: int) -> bool:
+    """Whether every peer has taken part in `count` rounds of `size` contributors."""
+    return all(sum(r["group_size"] >= size for r in p.rounds("committed")) >= count for p in s.peers.values())
+
+
+def when(
+    s: Swarm, kind: type[messages.Message], occurrence: int, action: Callable[[str, str], PacketFault]
+) -> Callable[[], bool]:
+    """Do something at the n-th message of a kind from now on. Returns whether it has happened."""
+    seen = 0
+    done = False
+
+    def fault(source: str, target: str, packet: bytes) -> PacketFault:
+        nonlocal seen, done
+        if done or kind_of(packet) != KIND_OF[kind]:
+            return PacketFault.NONE
+        seen += 1
+        if seen < occurrence:
+            return PacketFault.NONE
+        done = True
+        return action(source, target)
+
+    s.network.fault = fault
+    return lambda: done
+
+
+def after(s: Swarm, time_s: float, size: int) -> bool:
+    """Whether every peer has landed a round of `size` since then."""
+    return all(
+        any(r["t"] > time_s and r["group_size"] == size for r in p.rounds("committed")) for p in s.peers.values()
+    )
+
+
+def kind_of(packet: bytes) -> int:
+    """The number of a packet's message kind."""
+    return packet[1]

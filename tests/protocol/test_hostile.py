@@ -34,6 +34,7 @@ from p2ptrain.protocol.wire.messages import (
     Request,
     pack,
 )
+from tests.protocol.storm import SHAPES
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import start_endpoint
 
@@ -122,7 +123,7 @@ class Babbler:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 12))])
 def test_a_member_that_says_anything_at_all(seed: int) -> None:
     async def main() -> None:
-        async with swarm(RUN, seed=seed) as s:
+        async with swarm(RUN, seed=seed, shapes=SHAPES) as s:
             for name in NAMES:
                 s.start(name, founder=name == "a")
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))

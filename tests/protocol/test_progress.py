@@ -18,11 +18,11 @@ import trio
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF, Message
-from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
-from tests.protocol.test_rounds import common
+from tests.protocol.swarm import RUN, Shapes, Swarm, common, run_virtual, swarm
 
 # The walk of these tests drifts far in seconds of rounds alone; whom the guard leaves out then is not their question.
-PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off")
+# Few steps in an interval: it lasts as long, and rounds take most of the work.
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off", sync_every=5)
 SHAPES: Shapes = [("embedding", (40, 64)), ("bias", (70,)), ("head", (500, 64))]
 STATE_BYTES = 2 * 4 * 64 * 542
 FAST_S, SLOW_S = 0.06, 60.0
@@ -188,11 +188,11 @@ def test_a_founder_that_is_restarted_before_the_first_round_does_not_start_a_sec
     names: str, after_s: float
 ) -> None:
     async def main() -> None:
-        async with swarm(dataclasses.replace(PLAIN, sync_every=50), shapes=SHAPES) as s:
-            founder = s.start(names[0], founder=True, step_s=0.1, restarts=True)
+        async with swarm(dataclasses.replace(PLAIN, sync_every=10), shapes=SHAPES) as s:
+            founder = s.start(names[0], founder=True, step_s=0.5, restarts=True)
             await s.until(founder.current.ready.is_set)
             for name in names[1:]:
-                s.start(name, step_s=0.1, restarts=True)
+                s.start(name, step_s=0.5, restarts=True)
             await trio.sleep(after_s)
             fail(s, names[0])
             await together(s, limit_s(5.0))
@@ -210,7 +210,7 @@ def test_a_newcomer_of_a_lower_id_waits_for_a_peer_that_goes_on_from_its_state()
             genesis = s.peers["b"].current.engine.head.genesis
             fail(s, "bc")
             await trio.sleep(0.1)
-            s.start("a", step_s=0.025, restarts=True)
+            s.start("a", step_s=0.5 / s.run.sync_every, restarts=True)
             await together(s, limit_s(0.5))
             assert {p.current.engine.head.genesis for p in s.peers.values()} == {genesis}
 
@@ -224,12 +224,12 @@ def test_rounds_of_a_group_do_not_outrun_a_joiner() -> None:
         async with swarm(PLAIN, shapes=SHAPES) as s:
             await started(s, "abc", FAST_S)
             s.network.narrow("d", SLOW_BYTES_S)
-            steps = s.peers["a"].exchange.steps
+            steps, step_s = s.peers["a"].exchange.steps, FAST_S / s.run.sync_every
             joined = trio.current_time()
-            s.start("d", step_s=FAST_S / 20, restarts=True)
+            s.start("d", step_s=step_s, restarts=True)
             await together(s, limit_s(FAST_S, SLOW_BYTES_S))
             took_s = trio.current_time() - joined
-            assert s.peers["a"].exchange.steps - steps > 0.97 * took_s / (FAST_S / 20) - 2
+            assert s.peers["a"].exchange.steps - steps > 0.97 * took_s / step_s - 2
             # And once it is here, rounds are no longer held up.
             s.network.narrow("d", None)
             await together(s, limit_s(FAST_S))

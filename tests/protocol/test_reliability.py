@@ -19,8 +19,7 @@ from p2ptrain.protocol.state_sync.joining import ADOPT_TIMEOUT_S
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF, Message
 from tests.protocol.storm import PLAIN
-from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
-from tests.protocol.test_rounds import Witness, common, start_all
+from tests.protocol.swarm import RUN, Swarm, TestPeer, Witness, common, run_virtual, start_all, swarm
 
 SMALL = [("head", (64, 64))]
 
@@ -80,7 +79,7 @@ def test_all_that_are_started_at_one_instant_are_one_swarm(
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.long)], ids="{0.start}-{0.stop}".format
 )
-def test_in_a_hundred_swarms_nobody_who_starts_with_the_others_stays_apart(seeds: range) -> None:
+def test_in_a_hundred_swarms_all_peers_that_start_together_find_each_other(seeds: range) -> None:
     """Three to eight peers that start within two seconds of each other, every path with a latency of its own."""
 
     async def main(seed: int) -> None:
@@ -200,7 +199,7 @@ def test_a_joiner_that_gets_nothing_says_so_in_the_end() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_at_unequal_speeds_nobody_is_idle_and_nobody_is_alone() -> None:
+def test_at_unequal_speeds_no_peer_is_idle_or_alone() -> None:
     async def main() -> None:
         step_s = {"a": 0.1, "b": 0.2, "c": 0.4}
         async with swarm(dataclasses.replace(RUN, sync_every=40), shapes=SMALL) as s:
@@ -278,7 +277,7 @@ def test_on_a_link_that_is_too_slow_fragments_are_shed_and_rounds_are_not() -> N
     run_virtual(main)
 
 
-def test_a_joiner_on_a_slow_link_comes_in_and_holds_nobody_up() -> None:
+def test_a_joiner_on_a_slow_link_joins_and_delays_no_peer() -> None:
     """Its state takes longer than the interval of rounds over this link."""
 
     async def main() -> None:

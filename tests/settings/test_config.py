@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from typing import Any
 
 import pytest
 
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import PROTOCOL_VERSION, RunConfig, agrees, resolve_run
+from p2ptrain.settings.link import Link
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 
 
@@ -84,6 +87,96 @@ def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: objec
         RunConfig(**{field: value})
     assert repr(value) in str(caught.value)
     assert "must be" in str(caught.value)
+
+
+LARGEST = sys.float_info.max
+BELOW_ONE = math.nextafter(1.0, 0.0)
+ABOVE_ZERO = math.nextafter(0.0, 1.0)
+# The first and the last value that each setting may have.
+RANGES: list[tuple[type, str, float, float]] = [
+    (RunConfig, "vocab_size", 2, 2**20), (RunConfig, "context", 0, 2**20), (RunConfig, "total_steps", 0, 2**63 - 1),
+    (RunConfig, "lr", ABOVE_ZERO, 1e6), (RunConfig, "warmup_steps", 0, 2**63 - 1),
+    (RunConfig, "beta2", 0.0, BELOW_ONE), (RunConfig, "weight_decay", 0.0, LARGEST),
+    (RunConfig, "grad_clip", 0.0, LARGEST), (RunConfig, "sync_every", 1, 2**63 - 1),
+    (RunConfig, "fragment_delay", 0, 200), (RunConfig, "max_staleness", 0.0, LARGEST),
+    (RunConfig, "fan_out", 1, 2**63 - 1), (RunConfig, "round_density", ABOVE_ZERO, 1.0),
+    (RunConfig, "prune_fraction", 0.0, BELOW_ONE), (RunConfig, "audit_rate", 0.0, 1.0),
+    (RunConfig, "max_missed_rounds", 0, 2**63 - 1), (RunConfig, "max_contributors", 2, 64),
+    (RunConfig, "round_timeout_s", ABOVE_ZERO, LARGEST), (RunConfig, "outer_lr", ABOVE_ZERO, LARGEST),
+    (RunConfig, "outer_momentum", 0.0, BELOW_ONE), (RunConfig, "num_shards", 0, 2**63 - 1),
+    (RunConfig, "run_seed", 0, 2**63 - 1),
+    (NetworkConfig, "bulk_port", 0, 65535), (NetworkConfig, "startup_timeout_s", ABOVE_ZERO, LARGEST),
+    (NetworkConfig, "peer_timeout_s", 3.0, LARGEST), (NetworkConfig, "gossip_budget", ABOVE_ZERO, 1.0),
+    (NetworkConfig, "relay_peers", 0, 2**63 - 1), (NetworkConfig, "relay_mbit", ABOVE_ZERO, LARGEST),
+    (PeerConfig, "batch_tokens", 1, 2**63 - 1), (PeerConfig, "threads", 0, 2**63 - 1),
+    (PeerConfig, "worker_threads", 0, 2**63 - 1), (PeerConfig, "sample_every", 0, 2**63 - 1),
+    (PeerConfig, "seed", 0, 2**63 - 1), (PeerConfig, "shard", 0, 2**63 - 1), (PeerConfig, "eval_every", 1, 2**63 - 1),
+    (PeerConfig, "eval_tokens", 1, 2**63 - 1), (PeerConfig, "checkpoint_minutes", ABOVE_ZERO, LARGEST),
+    (Link, "rate_mbit", 0.01, 1e6), (Link, "rate_up_mbit", 0.01, 1e6), (Link, "rtt_ms", 0.0, 60_000.0),
+    (Link, "peers", 2, 1000), (Link, "step_ms", 1e-3, 1e6), (Link, "cores", 1, 2**63 - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "first", "last"), RANGES, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_number_may_have_both_ends_of_its_range_and_nothing_beyond(
+    config: Any, field: str, first: float, last: float
+) -> None:
+    for allowed in (first, last):
+        assert getattr(config(**{field: allowed}), field) == allowed
+    below, above = (
+        (first - 1, last + 1)
+        if isinstance(first, int)
+        else (math.nextafter(first, -math.inf), math.nextafter(last, math.inf))
+    )
+    for refused in (below, above):
+        with pytest.raises(ConfigError, match=f"{field} = .*: must be"):
+            config(**{field: refused})
+
+
+def test_a_share_of_the_weights_is_none_or_from_one_in_a_billion_to_all() -> None:
+    for share in (0.0, 1e-9, 1.0):
+        assert RunConfig(fragment_fraction=share).fragment_fraction == share
+    for share in (math.nextafter(0.0, -1.0), ABOVE_ZERO, math.nextafter(1e-9, 0.0), math.nextafter(1.0, 2.0)):
+        with pytest.raises(ConfigError, match=r"fragment_fraction = .*: must be 0, or from 1e-9 to 1"):
+            RunConfig(fragment_fraction=share)
+
+
+def test_the_learning_rate_of_muon_is_for_muon() -> None:
+    for rate in (0.0, 1e6):
+        assert RunConfig(inner_optimizer="muon", muon_lr=rate).muon_lr == rate
+    for rate in (-ABOVE_ZERO, math.nextafter(1e6, 2e6)):
+        with pytest.raises(ConfigError, match="muon_lr"):
+            RunConfig(inner_optimizer="muon", muon_lr=rate)
+    with pytest.raises(ConfigError, match=r"muon_lr = 0\.1: must be left out with inner_optimizer = 'adamw'"):
+        RunConfig(muon_lr=0.1)
+
+
+@pytest.mark.parametrize("length", [1, 128])
+def test_a_run_id_has_1_to_128_printable_characters(length: int) -> None:
+    assert RunConfig(run_id="é" * length).run_id == "é" * length
+    assert RunConfig(model="m" * 128, model_layout="f" * 128).model == "m" * 128
+    for layout in ("f" * 129, "f\n"):
+        with pytest.raises(ConfigError, match="model_layout"):
+            RunConfig(model_layout=layout)
+
+
+PAIRWISE: dict[str, Any] = {"averaging": "pairwise", "outer_optimizer": "sgdm"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("outer_optimizer", "nesterov"), ("outer_optimizer", "adam"), ("round_codec", "int4"), ("round_codec", "int2"),
+        ("round_codec", "topk"), ("prune_fraction", 0.5), ("sync_schedule", "grow"), ("outer_lr_schedule", "cosine"),
+        ("round_mean", "disjoint"), ("round_mean", "clipped"),
+    ],
+)  # fmt: skip
+def test_random_pairs_refuse_settings_that_would_spoil_their_weights(field: str, value: object) -> None:
+    assert RunConfig(**{**PAIRWISE, field: getattr(RunConfig(**PAIRWISE), field)}).is_pairwise
+    with pytest.raises(ConfigError, match=f"{field} = .* with averaging = 'pairwise'"):
+        RunConfig(**{**PAIRWISE, field: value})
 
 
 def test_a_trimmed_mean_of_sparse_gradients_is_refused() -> None:

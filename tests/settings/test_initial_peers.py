@@ -70,4 +70,5 @@ def test_the_line_names_every_way_in_but_loopback() -> None:
 def test_the_line_carries_what_a_joiner_cannot_know() -> None:
     line = join_line([A], "my run", "mymodels:cnn")
     assert shlex.split(line)[-4:] == ["--run-id", "my run", "--model", "mymodels:cnn"]
+    assert shlex.split(join_line([A], "p2ptrain", run_key="my key"))[-2:] == ["--run-key", "my key"]
     assert "\n" not in line

@@ -228,10 +228,20 @@ def test_an_odd_file_is_refused_with_its_name_and_in_short(line: str, message: s
 
 def test_an_endpoint_in_toml_may_be_a_number(tmp_path: Path) -> None:
     for name in ("dashboard", "prometheus"):
-        assert merge({}, {}, _toml(tmp_path / "c.toml", f"{name} = 8081")).values[name] == "8081"
+        for port in ("0", "8081", "65535"):
+            assert merge({}, {}, _toml(tmp_path / "c.toml", f"{name} = {port}")).values[name] == port
         for wrong in ("-1", "65536", "true", "9999999"):
             with pytest.raises(ConfigError, match=f"c.toml: {name}: "):
                 merge({}, {}, _toml(tmp_path / "c.toml", f"{name} = {wrong}"))
+
+
+def test_a_shell_completes_the_choices_of_a_setting_or_the_names_that_it_is_given() -> None:
+    for setting in SETTINGS.values():
+        if setting.rule is not None and setting.rule.choices:
+            assert setting.names == setting.rule.choices
+    assert SETTINGS["topology"].names == ("push", "pairs", "groups", "all")
+    assert SETTINGS["model"].names == tuple(MODELS)
+    assert SETTINGS["lr"].names == ()
 
 
 @pytest.mark.parametrize(

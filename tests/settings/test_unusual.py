@@ -29,7 +29,7 @@ def test_no_model_and_no_preset_is_unusual_by_its_defaults() -> None:
         ({"lr": "0.2"}, "the learning rate 0.2 is above 0.1, too high for AdamW: give --lr 0.0006 or less"),
     ],
 )
-def test_what_is_unusual_is_said_with_its_numbers_and_a_fix(flags: dict[str, str], line: str) -> None:
+def test_unusual_settings_are_reported_with_their_numbers_and_a_fix(flags: dict[str, str], line: str) -> None:
     assert list(unusual(merge({"model": "gpt2-124m", **flags}, {}).resolve_run(None))) == [line]
 
 

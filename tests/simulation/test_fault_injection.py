@@ -104,7 +104,7 @@ def test_frozen_machines_stand_still_and_wake_up() -> None:
 
 
 @pytest.mark.parametrize("kind", ["partition", "slow"])
-def test_what_happens_to_the_network_holds_nobody_up(kind: str) -> None:
+def test_network_faults_delay_no_peer(kind: str) -> None:
     records = of_kind(kind)
     assert len(records.experiment.faults_drawn) >= 2
     assert records.goodput > 0.98

@@ -41,8 +41,8 @@ import sys
 from pathlib import Path
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.swarm import simulate
-simulate(Experiment.of(peers=3, steps=25, sync_every=10, eval_every=10, batch_size=1, loss=0.2, drop=0.2,
-                       schedule=["12:crash:1", "15:join:3"])).write(Path(sys.argv[1]))
+simulate(Experiment.of(peers=3, steps=12, sync_every=4, eval_every=6, batch_size=1, loss=0.2, drop=0.2,
+                       schedule=["5:crash:1", "7:join:3"])).write(Path(sys.argv[1]))
 """
 
 
@@ -147,7 +147,7 @@ def test_who_has_finished_stays_for_a_peer_that_fetches_the_last_round() -> None
     assert len({event["anchor_hash"] for event in last.values()}) == 1
 
 
-def test_a_slow_peer_does_fewer_steps_and_nobody_waits_for_it() -> None:
+def test_a_slow_peer_does_fewer_steps_and_no_peer_waits_for_it() -> None:
     records = run(steps=120, sync_every=20, speeds=[1.0, 1.0, 0.5])
     steps = Counter(peer for peer, _ in records.of("step"))
     assert steps["peer-2.0"] < 0.7 * steps["peer-0.0"]
@@ -178,7 +178,7 @@ def test_a_slow_uplink_makes_rounds_longer_not_failing() -> None:
     assert slow.rounds[0]["wall_s"] > quick.rounds[0]["wall_s"] + 0.5
 
 
-def test_what_cannot_work_is_said() -> None:
+def test_settings_that_cannot_work_are_reported() -> None:
     with pytest.raises(ConfigError, match="no such file"):
         run(data="/nowhere")
     with pytest.raises(ConfigError, match="unknown model"):

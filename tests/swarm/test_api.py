@@ -135,7 +135,7 @@ def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
     assert events >= {"start", "status", "step", "fragments", "round", "peers", "stop"}
 
 
-def test_a_port_that_is_taken_is_said_and_nothing_is_left() -> None:
+def test_a_port_in_use_is_reported_and_nothing_is_left() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(p2ptrain.ConfigError, match=f"--prometheus {port}: another program uses that port"):

@@ -162,7 +162,7 @@ def test_a_run_whose_peers_were_all_killed_goes_on_from_their_checkpoints(swarm:
     assert_anchors_agree(*three, *again)
 
 
-def test_a_full_disk_is_said_and_training_goes_on(swarm: Swarm, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_goes_on(swarm: Swarm, tmp_path: Path) -> None:
     refused = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True)
     if refused.returncode:
         pytest.skip(f"this machine does not allow mounting a small disk: {refused.stderr.strip()}")

@@ -117,7 +117,7 @@ def test_checkpoints_of_before_they_were_numbered_go_by_their_steps(tmp_path: Pa
 @pytest.mark.parametrize(
     "damaged", ["{", '{"sha256": "", "content": {"serial": Infinity}}', "[" * 100_000], ids=["cut", "infinite", "deep"]
 )
-def test_one_with_a_damaged_manifest_is_said_and_goes_first(
+def test_a_checkpoint_with_a_damaged_manifest_is_reported_and_deleted_first(
     damaged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2, 3):

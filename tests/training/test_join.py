@@ -100,7 +100,7 @@ def test_figures_for_prometheus_are_served_while_it_trains_and_not_after(session
         ("dashboard", "cannot serve the page on 127.0.0.1, port {}: .*in use; choose another port"),
     ],
 )
-def test_a_port_in_use_is_said_before_the_network_is_touched(
+def test_a_port_in_use_is_reported_before_the_network_is_started(
     session: type[FakeNetworkSession], flag: str, message: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -119,7 +119,7 @@ def test_a_joiner_takes_over_the_runs_settings(session: type[FakeNetworkSession]
     assert session.peer.run_step == 3
 
 
-def test_who_comes_to_nobody_is_told_so_and_starts_the_run(session: type[FakeNetworkSession]) -> None:
+def test_a_peer_that_finds_no_others_says_so_and_starts_the_run(session: type[FakeNetworkSession]) -> None:
     session.live = replace(LIVE, run_id="another")
     lines = _join(initial_peers=MADDR, steps="1")
     assert lines[0] == "no peers found for run 'r'; starting it (--run-id chooses another run)"
@@ -164,7 +164,7 @@ def test_a_joiner_is_told_that_its_preset_is_not_used(session: type[FakeNetworkS
     assert not any(line.startswith("--preset") for line in _join(run_id="new", steps="1", preset="noloco"))
 
 
-def test_where_nobody_trains_yet_the_run_is_new(session: type[FakeNetworkSession]) -> None:
+def test_a_run_without_peers_is_new(session: type[FakeNetworkSession]) -> None:
     _join(initial_peers=MADDR, steps="1")
     assert session.peer is not None
     assert session.peer.run.total_steps == 1
@@ -280,7 +280,7 @@ def test_a_run_of_a_python_program_is_not_for_the_command_line(session: type[Fak
         _join(initial_peers=MADDR)
 
 
-def test_what_is_wrong_here_is_said_before_the_network_is_touched(session: type[FakeNetworkSession]) -> None:
+def test_local_mistakes_are_reported_before_the_network_is_started(session: type[FakeNetworkSession]) -> None:
     for given in (
         {"data": "none"}, {"model": "nope"}, {"device": "gpu"}, {"initial_peers": "nobody"}, {"batch_tokens": "1" * 18},
     ):  # fmt: skip
@@ -325,7 +325,9 @@ def test_a_restarted_founder_finds_the_others_again(session: type[FakeNetworkSes
     assert lines[0] == "none of the peers saved in peers.txt can be reached"
 
 
-def test_a_restarted_joiner_goes_on_from_its_checkpoint_when_nobody_is_there(session: type[FakeNetworkSession]) -> None:
+def test_a_restarted_joiner_that_finds_no_peers_continues_from_its_checkpoint(
+    session: type[FakeNetworkSession],
+) -> None:
     session.unreachable = (MADDR, *FakePeer.alive_maddrs)
     with pytest.raises(UnreachableError):
         _join(steps="2", initial_peers=MADDR)
@@ -603,7 +605,7 @@ def test_nanogpts_data_is_trained_on_as_it_is(session: type[FakeNetworkSession],
         _join(steps="1", data=str(tmp_path / "owt"), tokenizer="train:300", out="other")
 
 
-def test_token_files_need_no_tokenizer_that_nobody_has(session: type[FakeNetworkSession], tmp_path: Path) -> None:
+def test_token_files_work_without_a_tokenizer(session: type[FakeNetworkSession], tmp_path: Path) -> None:
     (np.arange(5000) % 200).astype(np.uint16).tofile(tmp_path / "train.bin")
     session.live = replace(LIVE, data="text", tokenizer="0" * 64, vocab_size=300)
     _join(initial_peers=MADDR, data=str(tmp_path / "train.bin"))
@@ -643,7 +645,7 @@ def test_a_sample_of_the_models_text_is_written(session: type[FakeNetworkSession
     assert all(len(line) > 100 for line in samples)
 
 
-def test_a_sample_without_a_tokenizer_is_said_and_costs_nothing(
+def test_a_sample_without_a_tokenizer_is_reported_and_training_goes_on(
     session: type[FakeNetworkSession], tmp_path: Path
 ) -> None:
     (np.arange(5000) % 200).astype(np.uint16).tofile(tmp_path / "train.bin")

@@ -27,7 +27,7 @@ def test_a_rank_that_does_not_start_is_not_waited_for_without_end(monkeypatch: p
             pass
 
 
-def test_a_rank_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "ignore_signals", lambda: None)  # this is not the main thread
     monkeypatch.setattr(ranks, "GONE_TIMEOUT_S", 0.0)
     is_said = threading.Event()

@@ -148,7 +148,7 @@ def test_twenty_steps_are_ten_and_ten_more_bit_for_bit(dropout: float) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_data_that_was_replaced_is_said_and_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_replaced_data_is_reported_and_used(caplog: pytest.LogCaptureFixture) -> None:
     def trainer(digest: str) -> Trainer:
         return Trainer(
             _model(), TrainingData(dataclasses.replace(CORPUS, digest=digest)), RunConfig(), batch_size=4, seed=3
@@ -294,13 +294,13 @@ def test_muon_learns_and_continues_exactly_after_a_restart() -> None:
     assert [again.step(step)[0] for step in range(10, 30)] == losses[10:]
 
 
-def test_a_torch_without_muon_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_muon_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ConfigError, match=r"has no Muon; install torch 2.9 or newer"):
         InnerOptimizer(GPT(TINY), MUON)
 
 
-def test_a_model_without_hidden_matrices_is_said() -> None:
+def test_a_model_without_hidden_matrices_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"the model has no hidden matrices"):
         InnerOptimizer(nn.Sequential(nn.Embedding(98, 98)), MUON)
 

@@ -230,7 +230,7 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_half_requests_lock_nobody_out(page: str) -> None:
+def test_half_requests_lock_no_one_out(page: str) -> None:
     watching = http.client.HTTPConnection(urlsplit(page).netloc, timeout=20)
     watching.request("GET", "/api/state")
     events = watching.getresponse()

@@ -55,7 +55,7 @@ def test_error_buffers_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.check == "memory"
 
 
-def test_missing_native_loops_are_said_and_are_no_problem() -> None:
+def test_missing_native_loops_are_reported_and_are_no_problem() -> None:
     found = _findings(replace(GOOD, native=False))["processor"]
     assert found.mark is Mark.OK
     assert found.text.endswith("rounds take longer without native loops: install a C compiler, then p2ptrain again")

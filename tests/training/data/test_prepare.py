@@ -450,7 +450,7 @@ def test_a_meta_cannot_name_files_elsewhere(tmp_path: Path) -> None:
         open_tokens(str(tmp_path / "out"))
 
 
-def test_what_is_in_a_directory_is_said(tmp_path: Path) -> None:
+def test_a_directory_is_described(tmp_path: Path) -> None:
     _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer="train:300")
     info = describe(tmp_path / "out", check=False)
     lines = list(info.lines())

@@ -1,0 +1,111 @@
+"""How long each step of a round may take, who is avoided for a while, and the warning that H is too short."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from p2ptrain.protocol.rounds.deciding.timeouts import (
+    AGAIN_AFTER_S,
+    MARGIN,
+    MIN_ATTEMPT_S,
+    STALL_S,
+    IntervalWatch,
+    PeerBackoff,
+    Timeouts,
+)
+from tests.protocol.swarm import RUN, run_virtual, swarm
+
+
+def told(watch: IntervalWatch, rounds_s: list[float], now: float = 0.0, own: int = 200) -> list[str]:
+    return [text for round_s in rounds_s if (text := watch.note(round_s, own, 0.1, now))]
+
+
+def test_a_round_may_take_a_tenth_of_its_interval() -> None:
+    assert told(IntervalWatch(200), [2.0] * 5) == []
+    (text,) = told(IntervalWatch(200), [2.5] * 5)
+    assert text.startswith("a round takes 2.5 s, 12 % of an interval of 200 steps of 0.1 s")
+    assert "keeps its H = 200; give the next one --sync-every 250 or more" in text
+
+
+def test_one_slow_round_says_nothing() -> None:
+    assert told(IntervalWatch(200), [1.0, 30.0, 1.0, 1.0, 30.0, 1.0]) == []
+    assert told(IntervalWatch(200), [30.0, 30.0]) == []
+    assert len(told(IntervalWatch(200), [1.0, 30.0, 30.0])) == 1
+
+
+def test_the_warning_is_repeated_after_an_hour() -> None:
+    watch = IntervalWatch(200)
+    assert len(told(watch, [5.0] * 5, now=7.0)) == 1
+    assert told(watch, [5.0] * 5, now=6.0 + AGAIN_AFTER_S) == []
+    assert len(told(watch, [5.0] * 5, now=7.0 + AGAIN_AFTER_S)) == 1
+
+
+def test_the_h_that_would_do_is_the_runs() -> None:
+    """A peer that is twice as fast has twice the steps in the same interval."""
+    (text,) = told(IntervalWatch(100), [5.0] * 3, own=200)
+    assert "25 % of an interval of 200 steps" in text
+    assert "keeps its H = 100; give the next one --sync-every 250" in text
+
+
+def test_before_the_first_step_nothing_is_known() -> None:
+    assert not any(IntervalWatch(200).note(5.0, 200, 0.0, 0.0) for _ in range(5))
+
+
+@pytest.mark.parametrize(("latency_s", "warnings"), [(0.001, 0), (0.1, 2)])
+def test_peers_whose_rounds_land_late_say_so_once(
+    latency_s: float, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with swarm(RUN, latency_s=latency_s) as s:
+            for name in "ab":
+                s.start(name)
+            await s.until(lambda: all(len(peer.rounds("committed")) >= 6 for peer in s.peers.values()), within_s=120)
+
+    caplog.set_level(logging.WARNING)
+    run_virtual(main)
+    assert sum("of an interval of 20 steps" in record.getMessage() for record in caplog.records) == warnings
+
+
+def test_only_peers_that_failed_lately_are_remembered() -> None:
+    backoff = PeerBackoff(60.0)
+    for second in range(10_000):
+        backoff.note(f"peer-{second}", float(second), 2.0)
+    assert len(backoff._until) <= 63
+    assert backoff.backed_off(9_999.0) == {"peer-9998", "peer-9999"}
+    assert [backoff.is_backed_off(f"peer-{n}", 9_999.0) for n in (0, 9_997, 9_999)] == [False, False, True]
+
+
+def timeouts(peer_timeout_s: float = 30.0, round_timeout_s: float = 1800.0) -> Timeouts:
+    return Timeouts(peer_timeout_s=peer_timeout_s, round_timeout_s=round_timeout_s)
+
+
+def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
+    measured = timeouts()
+    assert measured.stall_s("a", 0.0, 0.5) == STALL_S
+    assert measured.stall_s("a", 1.5, 0.5) == 6.0  # four round trips
+    assert measured.stall_s("a", 0.0, 4.0) == 8.0  # twice a chunk on the slowest line
+    measured.note_wait("a", 3.0)
+    measured.note_wait("a", 1.0)
+    assert measured.stall_s("a", 0.0, 0.5) == 3.0 * MARGIN
+    assert measured.stall_s("b", 0.0, 0.5) == STALL_S
+    measured.note_wait("a", 100.0)
+    assert measured.stall_s("a", 0.0, 0.5) == 30.0
+    for _ in range(20):
+        measured.note_round(1.0)
+    assert measured.stall_s("a", 0.0, 0.5) == STALL_S
+
+
+def test_an_attempt_gets_several_times_what_rounds_took_up_to_the_users_bound() -> None:
+    measured = timeouts(round_timeout_s=600.0)
+    assert measured.attempt_s() == 600.0
+    measured.note_round(2.0)
+    assert measured.attempt_s() == MIN_ATTEMPT_S
+    measured.note_round(40.0)
+    assert measured.attempt_s() == 40.0 * MARGIN
+    measured.note_round(measured.attempt_s())
+    assert measured.attempt_s() == 40.0 * MARGIN**2
+    measured.note_round(measured.attempt_s())
+    assert measured.attempt_s() == 600.0
+    assert timeouts(round_timeout_s=20.0).attempt_s() == 20.0

@@ -1,0 +1,264 @@
+"""When a peer is due, when it leads, whom it calls, and for which peers a round waits; without links."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from p2ptrain.protocol.rounds.deciding.proof import Voter
+from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, Timeouts
+from p2ptrain.protocol.rounds.schedule import (
+    DUE_AGAIN_S,
+    FOLLOWERS_PATIENCE_S,
+    JOIN_GRACE_S,
+    JOINERS_PATIENCE_S,
+    LEADER_DELAY_S,
+    MAX_DUE_AHEAD,
+    MEMBERS_PATIENCE_S,
+    OVERTAKEN_S,
+    Schedule,
+)
+from p2ptrain.protocol.wire.messages import Due, Head
+from p2ptrain.settings.config import RunConfig
+
+PAIRWISE = RunConfig(averaging="pairwise", outer_optimizer="sgdm")
+
+
+def head_of(round_: int = 4, voters: str = "abc", lineage: str = "0-l") -> Head:
+    return Head("0-g", lineage, round_, "state", "anchor", tuple((name, f"{name}.1") for name in voters), 0, 0, None)
+
+
+@dataclass
+class Room:
+    """The part of a peer "a" that its schedule reads."""
+
+    trainers: str = "bc"
+    run: RunConfig = field(default_factory=lambda: RunConfig(sync_every=100))
+    joiners: dict[str, int] = field(default_factory=dict)
+    alone: bool = False
+    due: bool = True
+    at_length: bool = False
+    linked: str | None = None  # in any lineage
+    step_s: float = 0.1
+    round_trip_s: float = 0.0
+    speeds: dict[str, float] = field(default_factory=dict)
+    reach: dict[str, int] = field(default_factory=dict)
+
+    def schedule(self) -> Schedule:
+        present: set[Voter] = {(name, f"{name}.1") for name in "a" + self.trainers}
+        context: Any = SimpleNamespace(
+            peer_id="a", run=self.run, timeouts=Timeouts(peer_timeout_s=30.0, round_timeout_s=600.0),
+            exchange=SimpleNamespace(round_due=self.due, at_length=self.at_length, step_s=self.step_s),
+            host=SimpleNamespace(trainers=lambda: tuple(self.trainers), joiners=lambda: self.joiners),
+            links=SimpleNamespace(trainers=lambda: tuple(self.trainers if self.linked is None else self.linked)),
+            liveness=SimpleNamespace(
+                present=lambda: present, is_alone=lambda head: self.alone, round_trip_s=lambda: self.round_trip_s,
+                beats=lambda: {name: SimpleNamespace(speed=speed) for name, speed in self.speeds.items()},
+                reaches=lambda head: self.reach or dict.fromkeys("a" + self.trainers, 3),
+            ),
+        )  # fmt: skip
+        return Schedule(context, random.Random(0))
+
+
+def begun(room: Room, now: float = 100.0) -> Schedule:
+    schedule = room.schedule()
+    schedule.begin(head_of(), now, same_lineage=False)
+    return schedule
+
+
+# --- being due ---------------------------------------------------------------------------------------------------
+
+
+def test_a_due_is_sent_at_once_and_again_every_three_seconds_for_the_next_attempt() -> None:
+    schedule = begun(Room())
+    assert schedule.due(head_of(), 0, 100.0) == Due("0-l", 5, 0)
+    assert schedule.due(head_of(), 0, 100.0 + DUE_AGAIN_S) is None
+    assert schedule.due(head_of(), 0, 100.1 + DUE_AGAIN_S) == Due("0-l", 5, 1)
+    # After a failed attempt, or in another round, at once.
+    assert schedule.due(head_of(), 1, 103.5) == Due("0-l", 5, 1)
+    assert schedule.due(head_of(5), 1, 103.6) == Due("0-l", 6, 1)
+    assert begun(Room(due=False)).due(head_of(), 0, 100.0) is None
+
+
+def test_dues_count_for_this_round_and_the_one_after_it_in_this_lineage() -> None:
+    schedule = begun(Room())
+    head = head_of()
+    taken = {round_: schedule.note_due("b", Due("0-l", round_, 0), head) for round_ in range(3, 9)}
+    assert taken == {3: False, 4: False, 5: True, 6: True, 7: False, 8: False}
+    assert not schedule.note_due("b", Due("1-l", 5, 0), head)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "claims", "counter"),
+    [
+        ("b", {"b": 3}, 3), ("b", {"b": 99}, MAX_DUE_AHEAD), ("bc", {"b": 3}, 0), ("bc", {"b": 3, "c": 5}, 3),
+        ("bcd", {"b": 7, "c": 5, "d": 1}, 5), ("bcd", {"b": 99, "c": 98}, MAX_DUE_AHEAD),
+    ],
+)  # fmt: skip
+def test_the_attempt_expected_next_is_what_two_peers_report(
+    trainers: str, claims: dict[str, int], counter: int
+) -> None:
+    schedule = begun(Room(trainers))
+    for sender, claim in claims.items():
+        assert schedule.note_due(sender, Due("0-l", 5, claim), head_of())
+    schedule.note_due("b", Due("0-l", 6, 1000), head_of())
+    assert schedule.counter == counter
+
+
+def test_a_new_head_forgets_dues_of_its_round_and_another_lineage_forgets_all() -> None:
+    for same_lineage, leads in ((True, True), (False, False)):
+        schedule = begun(Room("", run=RunConfig()))
+        schedule.note_due("a", Due("0-l", 5, 0), head_of(voters="a"))
+        schedule.note_due("a", Due("0-l", 6, 0), head_of(voters="a"))
+        assert schedule.is_ours_to_lead(head_of(voters="a"), 100.0)
+        schedule.begin(head_of(5, "a"), 101.0, same_lineage=same_lineage)
+        assert not schedule.is_ours_to_lead(head_of(4, "a"), 101.0)
+        assert schedule.is_ours_to_lead(head_of(5, "a"), 101.0) == leads
+        schedule.skip(6)
+        assert not schedule.is_ours_to_lead(head_of(5, "a"), 101.0)
+
+
+# --- waiting for others ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("room", "is_landing", "wait_s"),
+    [
+        (Room(), False, 0.0),
+        (Room(), True, OVERTAKEN_S),
+        (Room(due=False), True, 0.0),
+        (Room(at_length=True), True, 0.0),
+        (Room(joiners={"x": 0}), False, 0.0),
+        (Room(joiners={"x": 1, "y": 0}), False, OVERTAKEN_S),
+        (Room(joiners={"x": 2}), False, 2 * OVERTAKEN_S),
+        (Room(joiners={"x": 3}), False, 4 * OVERTAKEN_S),
+        (Room(joiners={"x": 9}), False, 60.0),
+        (Room(joiners={"x": 0}, alone=True), False, JOINERS_PATIENCE_S),
+        (Room(joiners={"x": 1}, at_length=True), False, 0.0),
+        (Room("", run=PAIRWISE, linked="b", at_length=True), False, FOLLOWERS_PATIENCE_S),
+        (Room("", run=PAIRWISE, linked="", at_length=True), False, 0.0),
+        (Room("b", run=PAIRWISE, at_length=True), False, 0.0),
+        (Room("", linked="b", at_length=True), False, 0.0),
+    ],
+)
+def test_a_round_waits_for_peers_that_it_would_overtake(room: Room, is_landing: bool, wait_s: float) -> None:
+    schedule = room.schedule()
+    # Since when we are due: only while we are not, it moves on.
+    schedule._context.exchange.round_due = False  # type: ignore[misc]
+    schedule.note_time(100.0)
+    schedule._context.exchange.round_due = room.due  # type: ignore[misc]
+    schedule.note_time(101.0)
+    schedule.begin(head_of(), 100.0, same_lineage=False)
+    for late_s, waits in ((0.0, wait_s > 0), (wait_s - 0.1, wait_s > 0), (wait_s, False)):
+        assert schedule.waits(head_of(), 100.0 + late_s, is_landing=is_landing) == waits
+
+
+# --- leading -----------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_leads_once_half_of_the_voters_are_due_and_it_is_its_turn() -> None:
+    led = set()
+    for counter in range(12):
+        for name in "abc":
+            schedule = begun(Room())
+            schedule._context.peer_id = name  # type: ignore[misc]
+            schedule.counter = counter
+            assert not schedule.is_ours_to_lead(head_of(), 100.0)
+            schedule.note_due("b", Due("0-l", 5, 0), head_of())
+            assert not schedule.is_ours_to_lead(head_of(), 100.0)
+            schedule.note_due("c", Due("0-l", 5, 0), head_of())
+            if schedule.is_ours_to_lead(head_of(), 100.0):
+                led.add((counter, name))
+    assert len(led) == 12  # one leader of each attempt
+    assert {name for _, name in led} == set("abc")
+
+
+def test_a_leader_whose_attempts_fail_is_not_counted_for_a_while() -> None:
+    schedule = begun(Room("b"))
+    for name in "ab":
+        schedule.note_due(name, Due("0-l", 5, 0), head_of(voters="ab"))
+    turns = range(20)
+
+    def own(now: float) -> list[bool]:
+        found = []
+        for schedule.counter in turns:
+            found.append(schedule.is_ours_to_lead(head_of(voters="ab"), now))
+        return found
+
+    before = own(100.0)
+    assert 0 < sum(before) < len(turns)
+    schedule.ignore("a", 100.0)
+    assert own(100.0) == before
+    schedule.ignore("b", 100.0)
+    assert all(own(100.0))  # its turns are ours
+    assert own(100.0 + SILENT_LEADER_S) == before
+
+
+def test_the_last_round_of_random_pairs_waits_for_half_of_the_members() -> None:
+    room = Room("bcd", run=PAIRWISE)
+    schedule = room.schedule()
+    schedule.begin(head_of(voters="a"), 100.0, same_lineage=False)
+    schedule._context.exchange.round_due = False  # type: ignore[misc]
+    schedule.note_time(100.0)
+    schedule._context.exchange.round_due = True  # type: ignore[misc]
+    schedule.note_due("a", Due("0-l", 5, 0), head_of(voters="a"))
+    assert not schedule.is_ours_to_lead(head_of(voters="a"), 99.9 + MEMBERS_PATIENCE_S)
+    assert schedule.is_ours_to_lead(head_of(voters="a"), 100.0 + MEMBERS_PATIENCE_S)
+    schedule.note_due("b", Due("0-l", 5, 0), head_of(voters="a"))
+    assert schedule.is_ours_to_lead(head_of(voters="a"), 100.0)
+
+
+def test_voters_and_the_drawn_are_called_with_a_window_that_doubles_twice() -> None:
+    room = Room("bcdefgh", run=RunConfig(sync_every=100, max_contributors=2), round_trip_s=0.4)
+    schedule = begun(room)
+    schedule.counter = 7
+    leads = [schedule.lead(head_of(voters="abcx"), failed, 100.0) for failed in range(5)]
+    assert [lead.window_s / leads[0].window_s for lead in leads] == [1, 2, 4, 4, 4]
+    assert {lead.grace_s for lead in leads} == {0.8}
+    assert {lead.counter for lead in leads} == {7}
+    assert {frozenset(lead.called) for lead in leads} == {frozenset(leads[0].called)}
+    assert set("abc") <= set(leads[0].called) <= set("abcdefgh")
+    assert len(leads[0].called) <= 5
+    assert begun(Room()).lead(head_of(), 0, 100.0).grace_s == JOIN_GRACE_S
+
+
+def test_after_its_attempt_a_leader_waits_a_moment_and_gives_the_next_one_more_time() -> None:
+    schedule = begun(Room())
+    assert schedule.delay_s(100.0) == 0.0
+    schedule.lead(head_of(), 0, 100.0)
+    schedule.note_led(120.0, timed_out=False)
+    assert LEADER_DELAY_S[0] <= schedule.delay_s(120.0) <= LEADER_DELAY_S[1]
+    assert schedule.delay_s(121.0) == 0.0
+    assert schedule._context.timeouts.attempt_s() == 600.0  # nothing was measured
+    schedule.note_led(120.0, timed_out=True)
+    known = Timeouts(peer_timeout_s=30.0, round_timeout_s=600.0)
+    known.note_round(20.0)
+    assert schedule._context.timeouts.attempt_s() == known.attempt_s() < 600.0
+
+
+@pytest.mark.parametrize(
+    ("step_s", "delays_s", "speeds", "window_s"),
+    [
+        (0.01, [], {}, 1.0),  # a tenth of the interval of 1 s is less than the least
+        (0.1, [], {}, 1.0),
+        (0.2, [], {}, 2.0),  # before the first Join, a tenth of the interval
+        (0.2, [0.1], {}, 1.0),
+        (0.2, [0.1, 0.8, 0.2], {}, 1.2),
+        (0.2, [5.0], {}, 2.0),
+        (0.2, [0.1], {"b": 1.25, "c": 5.0, "d": 0.0}, 2.0),  # two and a half steps of the slowest
+        (0.2, [0.1], {"b": 0.01}, 2.0),  # which count as at most four of ours
+        (1.0, [0.1], {"b": 10.0}, 2.5),
+    ],
+)
+def test_the_window_follows_the_delays_of_joins(
+    step_s: float, delays_s: list[float], speeds: dict[str, float], window_s: float
+) -> None:
+    schedule = begun(Room(step_s=step_s, speeds=speeds))
+    schedule.lead(head_of(), 0, 100.0)
+    for delay_s in delays_s:
+        schedule.note_join(100.0 + delay_s)
+    assert schedule.window_s() == pytest.approx(window_s)

@@ -1,0 +1,119 @@
+"""A reducer that withholds what it made of its part: each leader asks it once, and no other reducer is avoided."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import trio
+
+from p2ptrain.errors import RoundFailedError
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
+from p2ptrain.protocol.rounds.deciding.events import deadline_s
+from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
+from p2ptrain.protocol.rounds.deciding.timeouts import MARGIN, MIN_ATTEMPT_S
+from p2ptrain.protocol.rounds.moving.member import Participation
+from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
+from p2ptrain.protocol.rounds.moving.pushed_means import MeanPush
+from p2ptrain.protocol.wire.messages import Answer, Message, Record, Reduced, Request
+from tests.protocol.swarm import RUN, Shapes, common, run_virtual, start_all, swarm
+
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off")
+# A part for each member.
+FOUR_CHUNKS: Shapes = [("head", (4096, 64))]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["gives its part to nobody", "reports it as time is up"])
+def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN, shapes=FOUR_CHUNKS) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 2, 4))
+            x, reported = s.peers["x"].node.engine, list[str]()
+            honest = x._attempts.tell
+
+            async def serve(link: Link, request: Request) -> None:
+                await link.send_bulk(Answer(request.request, False, "part"), b"", Traffic.ROUND)
+
+            async def report(to: str, message: Message) -> None:
+                if late:
+                    await trio.sleep_until(deadline_s(s.peers[to].node.engine.round_state) - 0.02)
+                honest(to, message)
+
+            def tell(to: str, message: Message) -> None:
+                if isinstance(message, Reduced):
+                    reported.append(to)
+                    s._nursery.start_soon(report, to, message)
+                else:
+                    honest(to, message)
+
+            x._attempts.tell = tell  # type: ignore[method-assign]
+            x._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
+            if not late:
+                x.context.parts.serve = serve  # type: ignore[method-assign]
+                x.context.pushed.push = lambda mean: None  # type: ignore[method-assign]
+            began = trio.current_time()
+
+            def gone_on() -> bool:
+                for name in "abc":
+                    avoided = s.peers[name].node.engine.context.avoided.backed_off(trio.current_time())
+                    assert avoided <= {"x"}, name
+                rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
+                return bool(reported) and all(len(of) >= 5 for of in rounds)
+
+            await s.until(gone_on, within_s=120)
+            assert len(reported) <= (len("abc") if late else 1)
+            assert len(reported) == len(set(reported))
+            if late:
+                # The leader's next attempt has more time, should the reducer only be slow.
+                assert s.peers[reported[0]].node.engine.context.timeouts.attempt_s() == MARGIN * MIN_ATTEMPT_S
+
+    run_virtual(main)
+
+
+def test_who_got_no_part_of_its_reducer_gets_it_of_others_during_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """a notices after 20 s that x gives it nothing; the others have taken their next snapshots after 10 s."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=100), shapes=FOUR_CHUNKS) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 2, 4))
+            a, x, pushed = s.peers["a"], s.peers["x"].node.engine.context.parts, s.peers["x"].node.engine.context.pushed
+            push, serve, replaced = pushed._push, x.serve, list[str]()
+
+            async def push_to_others(link: Link, mean: MeanPush) -> None:
+                if link.peer_id != "a":
+                    await push(link, mean)
+
+            async def serve_others(link: Link, request: Request) -> None:
+                if link.peer_id != "a":
+                    await serve(link, request)
+                else:
+                    await link.send_bulk(Answer(request.request, False, "part"), b"", Traffic.ROUND)
+
+            async def refuse(self: Participation, record: Record, norms: SpanNorms) -> None:
+                if record.round > round_:
+                    raise RoundFailedError("refused")
+
+            round_ = a.node.engine.round_state.round
+            pushed._push, x.serve = push_to_others, serve_others  # type: ignore[method-assign]
+            monkeypatch.setattr(Participation, "_check_mean", refuse)
+            monkeypatch.setattr(a.node, "fall_behind", replaced.append)
+            stores = {name: s.peers[name].node.engine.context.parts for name in "bcx"}
+            await s.until(lambda: all(s.peers[name].node.engine.head.round == round_ for name in "bcx"))
+            landed = trio.current_time()
+            await s.until(lambda: all(s.peers[name].node.engine._taker.own is not None for name in "bcx"))
+            assert a.node.engine.head.round < round_
+            await s.until(lambda: bool(replaced) or a.rounds("committed")[-1]["round"] == round_)
+            assert not replaced
+            # However late somebody is.
+            await trio.sleep_until(landed + KEEP_ALL_S + 5)
+            for name, store in stores.items():
+                record = s.peers[name].node.engine.head.record
+                assert record is not None
+                assert set(store._kept) <= {part.digest for part in record.parts if part.holder == name}
+
+    run_virtual(main)

@@ -164,8 +164,9 @@ class Peer:
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         """Exchange with the other peers; call it once after every optimizer step.
 
-        Only this call and `finish_landing()` change the weights. It never raises for network errors: missing updates
-        are skipped and counted. A round runs in the background and lands in a later call.
+        While you train, weights change only in this call and in `finish_landing()`. Joining, `wait_finished`,
+        `state_dict`, `load_state_dict` and `leave` can land a round, too. It never raises for network errors: missing
+        updates are skipped and counted. A round runs in the background and lands in a later call.
 
         Args:
             loss: this step's training loss, for the records: any number, also of numpy or a tensor of one value.

@@ -1,8 +1,8 @@
 """SPARTA by gossip: each push goes to a random live peer, which merges it at its next step.
 
 The paper averages a fraction p of the parameters over all workers at every step (SPARTA, Algorithm 1). A push to one
-random partner mixes as fast per byte (simulated), needs no reply and no barrier, and costs O(1) per peer (the open
-question of section 5). The receiver computes the indices from the header.
+random partner mixes as fast per byte (simulated) and needs no reply and no barrier. It costs each peer the same however
+many there are, which section 5 of the paper leaves open. The receiver computes the indices from the header.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gossip:
         self._num_slots = self._walk.num_slots
         self._position = 0  # in steps
         self._said_pace = False
-        # Receives the time when gathering of the offered plan began. Only then is the next one offered.
+        # The times at which the training thread began to gather the plan. Then the next one is offered.
         self._taken_send, self._taken = trio.open_memory_channel[float](1)
         self._pushes_send, self._pushes = trio.open_memory_channel[Push](2 * MOST_PUSHES_UNDER_WAY)
         # CPU seconds of gathering and sending that the pace has not been told yet.
@@ -102,7 +102,7 @@ class Gossip:
                 continue
             self._say_pace()
             if self._run.topology != "push":
-                # Partners plan by the step, so neither may plan earlier than it pushes.
+                # These topologies choose partner and slots by the step, so the plan is made at the step that pushes.
                 await trio.sleep_until(self._pace.due_s)
             try:
                 slots = self._step_count() * self._walk.per_step

@@ -9,19 +9,19 @@ bounded inbox, through single slots that one side fills and the other empties, a
 Weights on a GPU are copied beside training (`algorithms/transfers.py`): one step starts a transfer, and a later step
 finishes it. The order of a step's parts is the same. Until a step applies a round that is landing, the epoch is the old
 one, nothing is reported, and no snapshot is begun. A snapshot and a push have the weights, position, tokens and epoch
-of the step that began them. A fragment that was compared with θ before a landing belongs to an old epoch after it, and
-is skipped.
+of the step that began them. If a round lands between the comparison of a fragment and its merge, the fragment is
+skipped: its epoch is old by then.
 
 If the training thread itself copies the weights, a snapshot or a landing of a large model is made in slices over
 several steps (`slices.py`). Between the first and the last slice of a landing the weights are of two epochs: no push is
 gathered, and received fragments wait. The epoch, the position and the tokens change with the last slice. If a landing
-begins before a snapshot is complete, the snapshot begins again. There is only one slice without training, and for the
-run's last round, after which all peers must have the same weights.
+begins before a snapshot is complete, the snapshot begins again. Without training, all is one slice. So is the run's
+last round, after which all peers must have the same weights.
 
 Ctrl-C waits for the end of a step: an exception at an arbitrary place could repeat a change, or leave it out.
 
 An error of a transfer, such as missing memory on a GPU, costs one fragment. A snapshot or a landing is tried again at
-the next step. This peer joins no further round until the last one has landed.
+the next step. Until a landing succeeds, this peer takes part in no other round.
 
 Both sides write the position, the landing and the slots (`Pusher`, `Snapshotter`, `Inbox`), each under a lock of its
 own, which is never held while tensors are read or written. The epoch is replaced as a whole, also under the lock;
@@ -68,7 +68,7 @@ class Exchange:
     """Connects a model's parameters to a node.
 
     Args:
-        view: of the live trainable parameters, which are changed in place, inside `step()` only.
+        view: of the live trainable parameters, which are changed in place.
         averaged: what rounds average: the parameters and the inner optimizer's moments; None: only the parameters.
         transfers: copies parameters; None: they are read and written at once, as moments always are.
         clock: seconds on the node's clock, callable from any thread.

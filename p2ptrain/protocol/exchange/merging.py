@@ -2,8 +2,8 @@
 
 A step looks at one fragment of each sender and merges at most one, so that a sender gains neither weight nor further
 tries by sending more. If comparing a fragment with θ ends in a later step, that step merges it with its own θ, if the
-fragment is still of our epoch and young enough, and weighs it together with the other fragments of that step. Until
-then further fragments wait, if too many of the same sender or too large ones of all senders are being compared.
+fragment is still of our epoch and young enough, and weighs it together with the other fragments of that step. A
+fragment waits while too many of its sender, or too many bytes of all senders, are being compared.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Merger:
             if current.refuses(arrival):
                 continue
             if arrival.epoch.round > epoch.round or arrival.sender in looked_at or not self._has_room(arrival):
-                # Its round has landed at the sender and not here, the sender had its turn, or there is no room.
+                # For a later step: its round has not landed here yet, its sender had its turn, or there is no room.
                 current.held_back.append(arrival)
                 continue
             looked_at.add(arrival.sender)

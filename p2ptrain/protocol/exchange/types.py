@@ -177,7 +177,10 @@ NO_DROPS = Drops()
 
 @dataclass(frozen=True)
 class RoundReport:
-    """The result of a round for this peer. Bytes are those that this peer sent and received."""
+    """The result of a round for this peer. Bytes are those that this peer sent and received.
+
+    In a `StepReport` the hashes and `reason` are empty: they are known later, and are in the `round` event.
+    """
 
     round: int
     status: Literal["committed", "solo", "skipped"]

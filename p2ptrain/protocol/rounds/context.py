@@ -85,10 +85,10 @@ class RoundHost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RoundContext:
-    """What all parts of a peer's protocol share, not only its rounds.
+    """What gossip, rounds, pairs and state sync of one peer share.
 
     Attributes:
-        state: anchor and moments; changed by commits only.
+        state: anchor and moments; changed when a decided round is applied, or when the whole state is replaced.
         errors: logs exceptions of our own code that cost no more than an attempt.
         codec: of outer gradients.
         swarm_size: about how many peers the run has; 0 while we link to all of them.

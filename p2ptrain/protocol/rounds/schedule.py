@@ -44,7 +44,7 @@ WINDOW_MARGIN = 1.5
 MOST_DOUBLINGS = 2
 # The peer that reaches most voters leads; every third attempt may be led by any live peer.
 ANY_LEADER_EVERY = 3
-# A fast peer may be due for the round after the one that has not landed here yet.
+# A fast peer may be due again before the last round has landed here.
 MAX_ROUNDS_AHEAD = 2
 # A Due may name a later attempt than we know of, within this limit.
 MAX_DUE_AHEAD = 8
@@ -80,7 +80,7 @@ class Schedule:
     """Decides when we are due and when we lead; sends nothing.
 
     Attributes:
-        counter: of the attempt expected next.
+        counter: orders the candidates for the next attempt, whose own counter is higher.
         ignored: leaders whose Calls are ignored for a while.
     """
 

@@ -5,7 +5,7 @@ with its incarnation (new at every start of the process). How our messages map t
 
 | ours | Paxos | who → whom |
 |---|---|---|
-| Call | prepare (phase 1a) | leader → all linked peers |
+| Call | prepare (phase 1a) | leader → voters, and peers drawn for the round |
 | Join | promise (1b), with the highest accepted record | acceptor → leader |
 | Propose | accept request (2a) | leader → joined peers |
 | Ready | accepted (2b) | acceptor → leader |
@@ -17,9 +17,9 @@ Between a quorum of promises and Propose the peers average, outside of the conse
 held in memory only. A restarted process, and each node that `NodeRunner` builds in one process, has another
 incarnation, so it is not a voter and its attempts are new ones. Who has lost its promises must take a new incarnation.
 
-**The driver's contract.** A round begins with a new `State`. The driver calls `step` for each event, one
+**What the caller must do** (`Attempts`). A round begins with a new `State`. The caller calls `step` for each event, one
 at a time, keeps the new state, and carries out the effects in order; `events` documents both. A `Send` to our own id
-comes back as `Received` from ourselves. Between steps the driver may set `State.limits`, which hold for the next Calls,
+comes back as `Received` from ourselves. Between steps it may set `State.limits`, which hold for the next Calls,
 and nothing else of a state. It signs each Ready that is sent, and passes on only those Ready and Commit messages whose
 signatures it has checked (`proof`).
 """

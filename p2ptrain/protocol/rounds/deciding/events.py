@@ -199,7 +199,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send a message to all live trainers except ourselves."""
+    """Send a message to all linked peers of our lineage that hold its state."""
 
     message: Message
 

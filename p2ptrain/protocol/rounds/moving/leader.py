@@ -1,7 +1,7 @@
 """Leading the averaging of one attempt: a roster, one contributor set, one record.
 
-This happens between the promises and the proposal of the consensus. The leader holds no data, so nothing is lost if it
-fails.
+This happens between the promises and the proposal of the consensus. Leading needs no chunks: if only that is lost,
+another peer leads, and members send the same chunks again.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class AveragingLeader:
             # The next attempt gets more time, as after one that timed out as a whole.
             self._context.timeouts.note_round(self._attempt_s)
             raise RoundFailedError("a reducer did not average its part in time")
-        # Who is lost or withdraws from now on has done its work as a reducer.
+        # From here a lost reducer is not avoided, as its part is done. A lost contributor stays in the mean, and is a
+        # voter of the next round.
         self._averaging.clear()
         self._heard_s.clear()
         return record_of(self._context.run, head, joins, contributors, conclusion)

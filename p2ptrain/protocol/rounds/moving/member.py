@@ -1,6 +1,6 @@
 """Taking part in one attempt: join, send our outer gradient to the reducers and reduce our part, fetch the outcome.
 
-A participation begins with `Prepare` from the consensus, and ends when the driver cancels its scope, or on an error.
+A participation begins with `Prepare` from the consensus, and ends when `Attempts` cancels its scope, or on an error.
 The next attempt uses the same snapshot and sends the same bytes.
 """
 

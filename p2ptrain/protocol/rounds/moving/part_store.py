@@ -62,8 +62,8 @@ class PartStore:
     """Owns the bytes. Parts of unfinished attempts are dropped when a round commits, and bounded before that.
 
     Only the last round is kept for late members: a mean takes a quarter of the model's bytes (int8), and a member that
-    is later than a whole interval replaces its state instead. Its parts go when we prepare the next snapshot and nobody
-    is late; else after `KEEP_ALL_S` all but those that we hold, and these when the next round is applied.
+    is later than a whole interval replaces its state instead. If nobody is late, its parts go when the next snapshot is
+    prepared. Otherwise the parts that others hold go after `KEEP_ALL_S`, and ours when the next round is applied.
 
     Args:
         pushed: where the means arrive that reducers push.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence`: makes the long runs that hold what the docs promise, and writes the table of them.
+"""`python -m benchmarks.evidence`: makes the long runs that check what the docs promise, and the table of them.
 
 Each run is one line of `docs/evidence/runs.jsonl`. A run that passed at this commit is not repeated, so the list can be
 stopped at any time and continued. `docs/evidence/runs.md` has the last line of each run.
@@ -69,7 +69,7 @@ RUNS = (
         "make hostile",
         "6 min",
         "[liars among real peers](../understand/security.md)",
-        {"": r"of 12: .*: (\w+)"},
+        {"": r"of \d+: .*: (\w+)"},
     ),
     Run(
         "fuzz",
@@ -117,14 +117,15 @@ def records() -> list[Record]:
 
 
 def this_commit() -> str:
-    """The commit that is checked out. Exits if a file that git tracks has changed since."""
+    """The last commit that changed more than pages. Exits if a file that git tracks has changed since."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    if changed := git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/evidence"):
+    code = (".", ":!docs", ":!CHANGELOG.md")
+    if changed := git("status", "--porcelain", "--untracked-files=no", "--", *code):
         sys.exit(f"commit these first, so that a run can be repeated:\n{changed}")
-    return git("rev-parse", "--short=7", "HEAD")
+    return git("log", "-1", "--format=%h", "--abbrev=7", "--", *code)
 
 
 def make(run: Run, commit: str) -> Record:
@@ -139,7 +140,13 @@ def make(run: Run, commit: str) -> Record:
     watch.start()
     lines: list[str] = []
     with subprocess.Popen(
-        run.command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        run.command,
+        shell=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -172,13 +179,16 @@ def result_of(run: Run, printed: str) -> str:
 def table(done: Sequence[Record]) -> str:
     """The page's table: the last record of each run, and a line for those that were never made."""
     last = {record.name: record for record in done}
-    rows = ["| command | takes | what it shows | commit | when (UTC), load | result |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| command | takes | what it shows | commit, machine | when (UTC), load | result |",
+        "|---|---|---|---|---|---|",
+    ]
     for run in RUNS:
         if (of := last.get(run.name)) is None:
             when, commit, result = "–", "–", "not since these records began"
         else:
             low, high = of.load
-            when, commit = f"{of.began}, {of.minutes:.0f} min, {low:g} to {high:g}", of.commit
+            when, commit = f"{of.began}, {of.minutes:.0f} min, {low:g} to {high:g}", f"{of.commit}, {of.machine}"
             result = "; ".join(filter(None, ["passed" if of.passed else "**FAILED**", of.result]))
         rows.append(f"| `{run.command}` | {run.takes} | {run.holds} | {commit} | {when} | {result} |")
     return "\n".join(rows) + "\n"
@@ -203,12 +213,17 @@ def main(names: Sequence[str], report: bool, only_list: bool) -> None:
         return
     failed = []
     if not report:
-        commit = this_commit()
-        passed = {record.name for record in records() if record.passed and record.commit == commit}
         for run in RUNS:
-            if run.name in (names or {run.name for run in RUNS}) and run.name not in passed:
+            if names and run.name not in names:
+                continue
+            commit = this_commit()
+            if any((of.name, of.commit, of.passed) == (run.name, commit, True) for of in records()):
+                click.echo(f"{run.name}: passed at {commit}, not repeated")
+            else:
                 click.echo(f"\n{run.command} (about {run.takes})")
                 record = make(run, commit)
+                if this_commit() != commit:
+                    sys.exit("the code has changed during the run, whose result is not recorded")
                 with RECORDS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(dataclasses.asdict(record)) + "\n")
                 failed += [] if record.passed else [run.name]

@@ -15,7 +15,8 @@ from p2ptrain.algorithms import kernels
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BLOCK_BYTES, BlockPlan, ParameterView, WeightView
 
-# So many rows at a time that a few arrays of them stay in a core's second-level cache; as in `kernels.c`.
+# Rows whose squares are added in float32. It must be `ROWS` of `kernels.c`, or the bits differ. A few arrays of so many
+# rows stay in a second-level cache.
 _ROWS = 1024
 
 Rows = npt.NDArray[np.float32]
@@ -43,7 +44,7 @@ class Mixing:
 
     def __init__(self, view: WeightView, plan: BlockPlan, received: torch.Tensor) -> None:
         kernels.check_rows(received, len(plan.blocks))
-        self._view, self._plan, self._received = view, plan, _without_padding(view, plan, received)
+        self._view, self._plan, self._received = view, plan, _without_padding(plan, received)
         self._library = kernels.library()
         # The blocks of θ: where they lie, if the library can work on them there; else a copy.
         own = view.addresses(plan) if self._library is not None and isinstance(view, ParameterView) else None
@@ -97,7 +98,7 @@ class Mixing:
 
 
 def _compare(own: Rows, received: Rows, sums: npt.NDArray[np.float64]) -> None:
-    """The sums of each column: of so many rows in float32, where the square of a value that no weights have is inf."""
+    """Add the sums of each column, in float32 within `_ROWS` rows. What overflows is inf, and not mixed."""
     with np.errstate(over="ignore", invalid="ignore"):
         for rows in _in_cache(own):
             sums[0] += np.add.reduce(np.square(own[rows]), axis=0)
@@ -118,9 +119,9 @@ def _in_cache(rows: Rows) -> list[slice]:
     return [slice(start, start + _ROWS) for start in range(0, len(rows), _ROWS)]
 
 
-def _without_padding(view: WeightView, plan: BlockPlan, received: torch.Tensor) -> torch.Tensor:
+def _without_padding(plan: BlockPlan, received: torch.Tensor) -> torch.Tensor:
     """Received blocks with zeros in the padding, as θ has them; honest peers send them so."""
-    tails = [(piece.rows.start, view.space.numels[piece.tensor] % BLOCK) for piece in plan.pieces if piece.is_tail]
+    tails = [(piece.rows.start, plan.numels[piece.tensor] % BLOCK) for piece in plan.pieces if piece.is_tail]
     if any(received[row, size:].any() for row, size in tails):
         received = received.clone()
         for row, size in tails:

@@ -52,7 +52,7 @@ MAX_FAILED = 1024
 # How many requests are served at once, and for one relay in a minute. More are refused, so that neither a relay nor a
 # peer that asks it can make us send many packets to strangers. A peer has about 64 links; it asks for half of them
 # itself, and the others ask for the other half (guess).
-MAX_AT_ONCE = 16
+MAX_AT_ONCE = 8
 MAX_A_MINUTE = 32
 # How many connections to peers that one relay named may be joined at once: half of the links, likewise.
 MAX_JOINED = 32

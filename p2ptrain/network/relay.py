@@ -306,7 +306,7 @@ class Reservations:
                 stream.fail("asked")
             check_answer(answer)
         except (PeerLostError, trio.TooSlowError) as error:
-            logger.debug("no reservation at relay %s: %s", relay, error)
+            logger.debug("no reservation at relay %s: %s", relay, str(error) or "no answer in time")
             # A relay where we had one may be busy or restarting.
             if relay not in self._reserved:
                 self._refused.add(relay)

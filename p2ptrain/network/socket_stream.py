@@ -322,7 +322,8 @@ class Service:
             try:
                 await handle(stream)
             except (PeerLostError, trio.TooSlowError) as error:
-                logger.debug("%s for %s failed: %s", self._doing, stream.remote, error)
+                reason = str(error) or "no answer in time"
+                logger.debug("%s for %s failed: %s", self._doing, stream.remote, reason)
             finally:
                 self._taken -= 1
                 await stream.aclose()

@@ -65,7 +65,7 @@ class NetworkSide:
         self._network = network
         self._thread = thread
         self._scope: trio.CancelScope | None = None
-        self._has_left = False
+        self._has_left = self._has_refused = False
         self._errors = ErrorLog(logger)
 
     @property
@@ -74,7 +74,7 @@ class NetworkSide:
         return self._runner.failure or self._network.failure
 
     def start(self, on_event: Callable[..., None]) -> None:
-        """Run the node. The events of the network are recorded by `on_event`."""
+        """Run the node, and pass the events of the network to `on_event`."""
         self._thread.start_soon(self._run, on_event)
 
     async def _run(self, on_event: Callable[..., None]) -> None:
@@ -86,7 +86,7 @@ class NetworkSide:
             self.ended.set()
 
     def await_ready(self, note_status: Callable[[], None]) -> None:
-        """Wait until the model has the run's state. `note_status` is called all the time meanwhile.
+        """Wait until the model has the run's state. `note_status` is called every `POLL_S` meanwhile.
 
         Raises what has ended the network side, RunMismatchError if the run trains another model, and ConfigError if
         the run's weights cannot be written.
@@ -125,8 +125,9 @@ class NetworkSide:
         return self._thread.run(copy, timeout_s=STATE_TIMEOUT_S)
 
     def restore(self, restored: Restored) -> bool:
-        """Restore a state, and wait until it has landed. False if the run is further already. Raises as
-        `Peer.load_state_dict`.
+        """Restore a state, and wait until it has landed. Returns False if the run is ahead of it.
+
+        Raises as `Peer.load_state_dict`.
         """
         state_sync = self._runner.last_ready.state_sync
         if not self._thread.run(state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
@@ -171,7 +172,8 @@ class NetworkSide:
         finally:
             self._thread.post(self._scope.cancel)
             self.ended.wait(5.0)
-            self._exchange.finish_landing()
+            if not self._has_refused:
+                self._exchange.finish_landing()
         # What is under way holds memory of the device and the host, which may be freed only when that is done.
         deadline = time.monotonic() + TRANSFERS_S
         while idle() and self._is_under_way() and time.monotonic() < deadline:
@@ -190,6 +192,11 @@ class NetworkSide:
         """As `idle`, for leaving, which an error of the device must not prevent. Returns whether it worked."""
         try:
             self.idle()
+        except ConfigError as error:
+            if not self._has_refused:
+                logger.warning("the last round was not landed: %s", error)
+            self._has_refused = True
+            return False
         except Exception as error:
             self._errors.note("landing a round while leaving", error)
             return False

@@ -205,7 +205,10 @@ class Peer:
         return self._exchange.take_changes()
 
     def wait_finished(self, timeout_s: float) -> bool:
-        """After the last step: wait until the run's last round has landed. Returns False on a time-out."""
+        """After the last step: wait until the run's last round has landed. Returns False on a time-out.
+
+        Raises ConfigError as `step` does, if a round is landing.
+        """
         deadline = time.monotonic() + timeout_s
         while not self._exchange.finished and time.monotonic() < deadline and self.failure is None:
             self._network_side.idle()

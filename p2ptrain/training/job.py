@@ -212,13 +212,13 @@ def follow(launch: Launch) -> None:
             if job.config.threads:
                 torch.set_num_threads(job.config.threads)
             model = build_model(job)
-            trainer, _, _ = build_trainer(job, model, ranks, _rank_0_says_it)
+            trainer, _, _ = build_trainer(job, model, ranks, _say_nothing)
             job = dataclasses.replace(job, saved=None)  # free it
             member, _ = join_ranks(model, ranks)
             stack.enter_context(ranks.lost_ranks_reported())  # also while the member leaves
             stack.push(member)
-        take_part(job, trainer, ranks, member, say=_rank_0_says_it, on_progress=lambda progress: None)
+        take_part(job, trainer, ranks, member, say=_say_nothing, on_progress=lambda progress: None)
 
 
-def _rank_0_says_it(line: str) -> None:
-    """Print nothing."""
+def _say_nothing(line: str) -> None:
+    """Ignore the line: rank 0 prints it."""

@@ -317,7 +317,11 @@ def test_a_plan_of_another_space_is_refused() -> None:
     tensors = [torch.zeros(4, BLOCK)]
     view, before = make_view(tensors), torch.zeros(4, BLOCK)
     plan = IndexSpace([("a", (100, BLOCK))]).plan([50])
-    for work in (lambda: view.gather(plan), lambda: view.scatter(plan, torch.ones(1, BLOCK))):
+    for work in (
+        lambda: view.gather(plan),
+        lambda: view.scatter(plan, torch.ones(1, BLOCK)),
+        lambda: Mixing(view, plan, torch.ones(1, BLOCK)),
+    ):
         with pytest.raises(ValueError, match="another index space"):
             work()
     assert torch.equal(tensors[0], before)

@@ -1,8 +1,8 @@
 /* The hot loops of a round: int8 and int4 with a scale per 64 values, their weighted sum, and the outer step; and those
  * of fragments: blocks at any addresses.
  *
- * The numpy code (`StepWidth` in codec/scaled.py, `_numpy_sgd` in outer.py, `_items` in indexspace.py) is the reference:
- * both give the same bits. So
+ * The numpy code (`StepWidth` in codec/scaled.py, `_numpy_sgd` in outer.py, `_items` in indexspace.py, `_compare` and
+ * `_mix` in mixing.py) is the reference: both give the same bits. So
  * each operation is a single, separately rounded float32 operation in the reference's order: compiled with
  * -ffp-contract=off, never with -ffast-math. Sums of steps are of integers, and exact. No function allocates or writes
  * anything but its results, so any number of threads may call it, and the caller (ctypes) has released Python's lock.

@@ -55,6 +55,7 @@ class ReceiveBudget:
                     freed = self._freed = trio.Event()
                     with trio.move_on_at(self._give_up_oldest()):
                         await freed.wait()
+        # Leaving the lock is no checkpoint, so nobody else has taken what fits.
         share = Share(size_bytes, trio.current_time())
         self._shares[share] = None
         self.held_bytes += size_bytes

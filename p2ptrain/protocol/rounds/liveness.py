@@ -1,4 +1,4 @@
-"""Which voters and members are live, by one peer's links and their heartbeats, and since when too few voters are."""
+"""Which voters and members are live, by one peer's links and heartbeats, and for how long a quorum was missing."""
 
 from __future__ import annotations
 

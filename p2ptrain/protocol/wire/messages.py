@@ -102,8 +102,8 @@ def _escape(message: msgspec.Struct, name: str, most: int) -> None:
 class Hello(_Struct, frozen=True):
     """First frame of every stream of an open run. In a closed run it follows the proofs.
 
-    Observers send an empty digest, and get answers to some kinds of requests only. `bulk` is the offer of the sender's
-    `BulkTransport`; empty if it has none.
+    Observers send an empty digest, and get answers only to the requests in
+    `node.requests.FOR_OBSERVERS`. `bulk` is the offer of the sender's `BulkTransport`; empty if it has none.
     """
 
     run_id: Text

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -138,7 +138,8 @@ def prepare(
             _withdraw(notes, out, len(units))
             raise
         in_order = [done[number] for number in range(len(units))]
-        dtype: Any = token_dtype(chosen.vocab_size).__name__
+        dtype = token_dtype(chosen.vocab_size).__name__
+        assert dtype in ("uint8", "uint16", "uint32")
         meta = Meta(
             version=1,
             tokenizer=chosen.identity,
@@ -176,7 +177,7 @@ def _tokenizer(
     found = find_tokenizer(name)
     if found is not None:
         return found
-    size, begun = trained_size(name), _begun(out)
+    size, begun = trained_size(name), _begun(out) or {}
     if begun.get("name") == name and (made := read_tokenizer(out, begun.get("tokenizer", ""), 2)) is not None:
         return made
     say(f"making a tokenizer of {size:,} ids; with much text this takes minutes")
@@ -198,20 +199,20 @@ def _sample(units: tuple[Unit, ...], field: str, split: str) -> Iterator[str]:
                 break
 
 
-def _begun(out: Path) -> dict[str, str]:
-    """The note of the job that was begun here; empty if there is none. Raises ConfigError if it is damaged."""
+def _begun(out: Path) -> dict[str, str] | None:
+    """The note of the job that was begun here; None if there is none. Raises ConfigError if it is damaged."""
     path = out / UNFINISHED / JOB_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
-        return {}
+        return None
     except msgspec.MsgspecError:
         raise ConfigError(f"--out {out}: {path} is damaged; give another --out, or remove it") from None
 
 
 def _claim(notes: Path, job: Job, out: Path) -> None:
     """Write down which job prepares this directory. Raises ConfigError if another one was begun here."""
-    if begun := _begun(out):
+    if (begun := _begun(out)) is not None:
         if begun.get("digest") != job.digest:
             raise ConfigError(
                 f"--out {out}: another preparation was begun there (tokenizer {begun.get('name')!r}), or its sources "

@@ -15,7 +15,7 @@ with its incarnation (new at every start of the process). How our messages map t
 
 Between a quorum of promises and Propose the peers average, outside of the consensus. Promises and accepted records are
 held in memory only. A restarted process, and each node that `NodeRunner` builds in one process, has another
-incarnation, so it is not a voter and its attempts are new ones. Who has lost its promises must take a new incarnation.
+incarnation, so it is not a voter and its attempts are new ones. A node that has lost its promises must have a new one.
 
 **What the caller must do** (`Attempts`). A round begins with a new `State`. The caller calls `step` for each event, one
 at a time, keeps the new state, and carries out the effects in order; `events` documents both. A `Send` to our own id

@@ -78,7 +78,7 @@ def _can_reduce(peer: PeerId, joins: Mapping[PeerId, Join]) -> bool:
 
 
 def averageable(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> dict[PeerId, Join]:
-    """The members without those with the fewest links, until one that is not avoided is linked to all that are left.
+    """Drop the members with the fewest links until some member that is not avoided is linked to all that remain.
 
     All members if at most half would be left: a member may name too few links. `avoided`: as for `reducers_of`.
     """
@@ -113,8 +113,8 @@ def is_doubted(
 ) -> bool:
     """Whether a part's reducer is at fault, and not the members that it gives up.
 
-    It is, if it alone gives up at least half of its other senders, and at least one, which are complete at all other
-    reducers. The only reducer is at fault if it gives up more than half.
+    It is if it gives up at least half of its other senders (at least one) that are complete at all other reducers. The
+    only reducer is at fault if it gives up more than half.
 
     Args:
         failed: the members that it gives up.

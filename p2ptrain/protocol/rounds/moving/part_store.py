@@ -33,8 +33,8 @@ KEEP_ALL_S = 30.0
 def part_limit_s(mean_bytes: int) -> float:
     """The longest that one peer may take for one part of a mean of this size.
 
-    It is the time in which it may fall silent and be asked again, and that of the whole mean on the slowest line: a
-    giver's line carries its part to all members, and ours carries all parts.
+    Time to fall silent once and be asked again, and that of the whole mean on the slowest line: a giver's line carries
+    its part to all members, and ours carries all parts.
     """
     return 2 * PIECE_TIMEOUT_S + mean_bytes / SLOWEST_BYTES_S
 

@@ -1,6 +1,6 @@
 """Who begins a lineage, and who adopts it: every reachable state of two and three peers whose nodes are restarted.
 
-A small model around the rules themselves (`rounds.lineage`, `rounds.history`). Peers stand at one head. Heartbeats may
+A small model around the rules themselves (`deciding.lineage`, `.history`). Peers stand at one head. Heartbeats may
 be old: a peer acts on what it last heard. Nodes restart and go on from their state, rounds are committed where a quorum
 stands at one head, and a peer may begin a lineage whenever its turn may have come. From each state that is reached,
 faults stop and heartbeats arrive: then no two peers leave their lineages for each other's, and all of them come into

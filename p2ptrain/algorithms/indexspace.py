@@ -235,7 +235,7 @@ class ParameterView:
         """Like `scatter`, of `values` on the device of the first parameter. The host waits as in `gather_on_device`."""
         values = values.contiguous()
         if self._items:
-            kernels.check_rows(values, len(placed.plan.blocks))
+            check_rows(values, len(placed.plan.blocks))
         if self._items and (library := kernels.library()) is not None:
             addresses = self._addresses(placed.plan, placed.apart)
             library.scatter(kernels.address(addresses), len(addresses), values.data_ptr())
@@ -319,6 +319,15 @@ class ParameterView:
         for tensor, start, stop in zip(self.tensors, starts, starts[1:], strict=False):
             end = start + tensor.numel()
             yield tensor, line[start:end].view(tensor.shape), line[end:stop]
+
+
+def check_rows(rows: torch.Tensor, n: int) -> None:
+    """Raises ValueError unless these are `n` rows of 64 float32 values, in memory as the library reads them."""
+    is_as_it_lies = rows.device.type == "cpu" and rows.is_contiguous() and not rows.is_neg()
+    if (rows.dtype, tuple(rows.shape), is_as_it_lies) != (torch.float32, (n, BLOCK), True):
+        raise ValueError(
+            f"{tuple(rows.shape)} {rows.dtype} on {rows.device}: must be ({n}, {BLOCK}) float32, contiguous"
+        )
 
 
 def apply_changes(changes: deque[WeightChange]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from p2ptrain.algorithms import kernels
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BLOCK_BYTES, BlockPlan, ParameterView, WeightView
+from p2ptrain.algorithms.indexspace import BLOCK_BYTES, BlockPlan, ParameterView, WeightView, check_rows
 
 # Rows whose squares are added in float32. It must be `ROWS` of `kernels.c`, or the bits differ. A few arrays of so many
 # rows stay in a second-level cache.
@@ -43,7 +43,7 @@ class Mixing:
     """
 
     def __init__(self, view: WeightView, plan: BlockPlan, received: torch.Tensor) -> None:
-        kernels.check_rows(received, len(plan.blocks))
+        check_rows(received, len(plan.blocks))
         self._view, self._plan, self._received = view, plan, _without_padding(plan, received)
         self._library = kernels.library()
         # The blocks of θ: where they lie, if the library can work on them there; else a copy.
@@ -113,6 +113,15 @@ def _mix(own: Rows, received: Rows, weights: Rows) -> None:
         change = theirs - ours
         change *= np.where(is_near, weight, weight - np.float32(1))
         np.add(ours if is_near.all() else np.where(is_near, ours, theirs), change, out=ours)
+
+
+def mixed_on_device(own: torch.Tensor, received: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    """The same with torch, on any device; overwrites `own`. Several weights are rare there, and take more calls."""
+    if isinstance(weight, float):
+        return own.lerp_(received, weight)
+    is_near = weight < 0.5
+    change = (received - own).mul_(torch.where(is_near, weight, weight - 1))
+    return torch.where(is_near, own, received).add_(change)
 
 
 def _in_cache(rows: Rows) -> list[slice]:

@@ -23,6 +23,7 @@ import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView, PlacedPlan, apply_changes
+from p2ptrain.algorithms.mixing import mixed_on_device
 from p2ptrain.algorithms.transfers import Comparison, FlatAtOnce, FragmentsAtOnce, Transfer, Transfers
 from p2ptrain.peer.side_stream import Pending, SideStream
 
@@ -154,9 +155,9 @@ class _Compared:
     @torch.no_grad()
     def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
         if math.isfinite(self.rms) and self.rms <= max_rms:
-            mixed = self.view.gather_on_device(self.placed)
-            mixed.lerp_(self.theirs, weight if isinstance(weight, float) else _uploaded(self.side, weight))
-            self.view.scatter_on_device(self.placed, mixed)
+            own = self.view.gather_on_device(self.placed)
+            weight = weight if isinstance(weight, float) else _uploaded(self.side, weight)
+            self.view.scatter_on_device(self.placed, mixed_on_device(own, self.theirs, weight))
         return self.rms
 
 

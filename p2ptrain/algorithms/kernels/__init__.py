@@ -12,9 +12,6 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
-import torch
-
-from p2ptrain.algorithms.blocks import BLOCK
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -51,12 +48,3 @@ def address(array: npt.NDArray[np.generic]) -> int:
     """The address of a contiguous array, for a call of the library."""
     assert array.flags.c_contiguous
     return int(array.ctypes.data)
-
-
-def check_rows(rows: torch.Tensor, n: int) -> None:
-    """Raises ValueError unless these are `n` rows of 64 float32 values, in memory as the library reads them."""
-    is_as_it_lies = rows.device.type == "cpu" and rows.is_contiguous() and not rows.is_neg()
-    if (rows.dtype, tuple(rows.shape), is_as_it_lies) != (torch.float32, (n, BLOCK), True):
-        raise ValueError(
-            f"{tuple(rows.shape)} {rows.dtype} on {rows.device}: must be ({n}, {BLOCK}) float32, contiguous"
-        )

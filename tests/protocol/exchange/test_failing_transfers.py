@@ -17,6 +17,7 @@ import trio
 
 from p2ptrain.algorithms import indexspace
 from p2ptrain.algorithms.indexspace import ParameterView
+from p2ptrain.algorithms.mixing import Mixing
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import (
     Epoch,
@@ -99,7 +100,7 @@ def test_a_push_that_cannot_be_gathered_is_not_sent(bench: Bench) -> None:
 def test_a_fragment_that_cannot_be_compared_is_skipped(bench: Bench) -> None:
     before = bench.flat()
     bench.receive("b")
-    with failing(ParameterView, "gather_on_device"):
+    with failing(ParameterView, "gather_on_device"), failing(Mixing, "_squares"):
         report = bench.step()
     assert (report.merged, report.skipped) == (0, {"failed": 1})
     assert torch.equal(bench.flat(), before)
@@ -110,7 +111,7 @@ def test_a_fragment_that_cannot_be_compared_is_skipped(bench: Bench) -> None:
 def test_the_blocks_of_a_fragment_that_failed_while_it_was_mixed_may_have_changed(bench: Bench) -> None:
     """The processes of a group copy the weights that may have changed from rank 0."""
     bench.receive("b", blocks=(2, 7))
-    with failing(ParameterView, "scatter_on_device"):
+    with failing(ParameterView, "scatter_on_device"), failing(Mixing, "mix"):
         report = bench.step()
     assert (report.merged, report.skipped) == (0, {"failed": 1})
     assert bench.exchange.take_changes().blocks.tolist() == [2, 7]
@@ -204,7 +205,7 @@ def test_other_errors_are_contained_too_and_logged_with_a_traceback(caplog: pyte
     bench = Bench()
     bench.steps(2)
     bench.receive("b")
-    with failing(ParameterView, "scatter", error=KeyError):
+    with failing(Mixing, "mix", error=KeyError):
         assert bench.step().skipped == {"failed": 1}
     assert "merging a received fragment failed; it is skipped: KeyError" in caplog.text
     assert "Traceback" in caplog.text
@@ -214,7 +215,7 @@ def test_a_process_of_our_group_that_is_lost_ends_the_step() -> None:
     bench = Bench()
     bench.steps(2)
     bench.receive("b")
-    with failing(ParameterView, "scatter", error=PeerLostError), pytest.raises(PeerLostError):
+    with failing(Mixing, "mix", error=PeerLostError), pytest.raises(PeerLostError):
         bench.step()
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -138,7 +138,7 @@ def prepare(
             _withdraw(notes, out, len(units))
             raise
         in_order = [done[number] for number in range(len(units))]
-        dtype = token_dtype(chosen.vocab_size).__name__
+        dtype: Any = token_dtype(chosen.vocab_size).__name__
         assert dtype in ("uint8", "uint16", "uint32")
         meta = Meta(
             version=1,

@@ -354,10 +354,29 @@ class Node:
                     raise WireError(f"{type(message).__name__} in a run without pairwise steps")
                 if self.ready.is_set():
                     self.pairwise.deliver(link, message, payload)
-            case messages.Ack():
-                pass
-            case _ if self.ready.is_set():
-                self.engine.deliver(link.peer_id, message)
+            case messages.Ack() | messages.Answer():
+                pass  # the link has taken what it says
+            case (
+                messages.Due()
+                | messages.Call()
+                | messages.Join()
+                | messages.Refuse()
+                | messages.Roster()
+                | messages.Arrived()
+                | messages.Reduce()
+                | messages.Reduced()
+                | messages.Propose()
+                | messages.Ready()
+                | messages.Commit()
+                | messages.Abort()
+                | messages.Withdraw()
+                | messages.Landed()
+                | messages.Accuse()
+            ):
+                if self.ready.is_set():
+                    self.engine.deliver(link.peer_id, message)
+            case _:
+                assert_never(message)
 
     def _record_peers(self) -> None:
         self.alive = tuple(sorted(link.peer_id for link in self.links.trainers()))

@@ -13,8 +13,8 @@ from p2ptrain.algorithms import kernels
 torch.set_num_threads(1)
 
 BOTH_WAYS = {
-    "test_averaging", "test_codec", "test_golden", "test_indexspace", "test_outer", "test_pairwise", "test_robust",
-    "test_sparta",
+    "test_averaging", "test_codec", "test_golden", "test_indexspace", "test_mixing", "test_outer", "test_pairwise",
+    "test_robust", "test_sparta",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from p2ptrain.demo.plan import DemoPlan, as_flags
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.monitor.peerview import PeerState
 from p2ptrain.monitor.swarmview import SwarmView
-from p2ptrain.network.daemon import killed_with_us, remove_leftovers
+from p2ptrain.network.process_lifetime import killed_with_us, remove_leftovers
 from p2ptrain.protocol.event_log.events import Event
 from p2ptrain.settings.setting import ENV_PREFIX
 from p2ptrain.training.join import METRICS_FILE

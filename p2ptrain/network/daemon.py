@@ -1,12 +1,9 @@
-"""The libp2p daemon (p2pd) that comes with hivemind: its process, its directory, and requests to it.
+"""The libp2p daemon (p2pd) that comes with hivemind: its process, and requests to it.
 
 It is a child process that ends with its owner. `hivemind.P2P.create` is not used: it leaves processes and sockets
 behind when a start fails, lets Ctrl-C in a terminal kill the daemon before we have left the run, and takes over
 SIGCHLD. A peer has a private directory for its sockets and the key of a temporary identity, so other users of the
 machine cannot control its daemon.
-
-A peer that is killed leaves nothing behind. On Linux, the kernel kills its daemon. The lock file in its directory is
-released, so the next peer on this machine knows that it may remove the directory.
 
 p2pd takes requests on a unix socket, as length-prefixed protobuf: a client connects, sends a request and gets a
 response. After a STREAM_OPEN the same socket carries the stream. For an incoming stream, p2pd connects to our socket,
@@ -17,17 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import math
 import os
 import re
-import shutil
 import subprocess
-import sys
-import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +30,7 @@ import trio
 from p2ptrain.errors import ConfigError, PeerLostError, TransientError
 from p2ptrain.network._hivemind import Multiaddr, PeerID, cli_path, p2pd_pb2
 from p2ptrain.network.addresses import dialable, hints, peer_id_bytes
+from p2ptrain.network.process_lifetime import killed_with_us
 from p2ptrain.network.socket_stream import SocketStream, send_message
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.protocol.membership.reachability import relay_of
@@ -67,19 +61,6 @@ COMMON_FLAGS = {
     # For DHT requests and responses; hivemind's own limit.
     "persistentConnMaxMsgSize": str(4 * 1024 * 1024),
 }
-# A unix socket's path may have 103 bytes on macOS and 107 on Linux; ours adds at most 39 to its parent directory's.
-MAX_PARENT_LENGTH = 64
-PREFIX = "p2ptrain-"
-LOCK = "lock"
-# Run by a bare interpreter, because Python code between fork and exec can hang in a process with many threads.
-# Arguments: its parent's pid, and a command.
-_KILLED_WITH_PARENT = """
-import ctypes, os, sys
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 @dataclass
@@ -211,45 +192,6 @@ async def _end(daemon: Daemon) -> None:
             with trio.move_on_after(TERMINATE_TIMEOUT_S):
                 while process.poll() is None:
                     await trio.sleep(0.005)
-
-
-def killed_with_us(command: Sequence[str]) -> list[str]:
-    """A command whose process Linux kills when the thread that started it ends, for whatever reason."""
-    if sys.platform != "linux" or not sys.executable:
-        return list(command)
-    return [sys.executable, "-I", "-S", "-c", _KILLED_WITH_PARENT, str(os.getpid()), *command]
-
-
-@contextlib.contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """A new directory that only this user can read, removed at the end. Raises ConfigError."""
-    parent = _parent()
-    remove_leftovers(parent)
-    try:
-        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-    except OSError as error:
-        raise ConfigError(f"cannot create a directory for sockets ({error}); set TMPDIR to a writable one") from None
-    try:
-        with (path / f"{LOCK}.new").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # Renamed only once it is locked, so that another peer does not remove it.
-            (path / f"{LOCK}.new").rename(path / LOCK)
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_leftovers(parent: Path | None = None) -> None:
-    """Remove the directories of killed peers below `parent` (None: the usual place)."""
-    for path in (parent or _parent()).glob(f"{PREFIX}*-*/{LOCK}"):
-        with contextlib.suppress(OSError), path.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _parent() -> Path:
-    usual = tempfile.gettempdir()
-    return Path(usual if len(usual) <= MAX_PARENT_LENGTH else "/tmp")
 
 
 def identify(stream: SocketStream, info: Any) -> None:

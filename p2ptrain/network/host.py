@@ -31,10 +31,10 @@ from p2ptrain.network.daemon import (
     peer_flags,
     probe_flags,
     run_daemon,
-    scratch_directory,
 )
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity, hold_identity
+from p2ptrain.network.process_lifetime import scratch_directory
 from p2ptrain.network.thread import open_background
 from p2ptrain.network.transport import LibP2P
 from p2ptrain.protocol.restarts import Restarts

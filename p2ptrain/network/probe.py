@@ -25,11 +25,11 @@ from p2ptrain.network.daemon import (
     peer_flags,
     probe_flags,
     run_daemon,
-    scratch_directory,
 )
 from p2ptrain.network.dht import clock_ahead_s
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
+from p2ptrain.network.process_lifetime import scratch_directory
 from p2ptrain.network.socket_stream import receive_message, send_message
 from p2ptrain.network.thread import from_asyncio
 from p2ptrain.network.ways import Interface, Way, forwarded, interfaces_of, upload_rate, ways_to

@@ -19,8 +19,8 @@ import trio
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network import daemon
-from p2ptrain.network.daemon import killed_with_us
 from p2ptrain.network.host import open_network
+from p2ptrain.network.process_lifetime import killed_with_us
 from p2ptrain.settings.peer_config import NetworkConfig
 from tests.network.local import config, daemons_of, is_running, keep_open, open_pair
 
@@ -408,7 +408,7 @@ if sys.platform == "linux":  # the kernel of no other system kills them
         script = tmp_path / "peer.py"
         script.write_text("""
 import subprocess
-from p2ptrain.network.daemon import killed_with_us
+from p2ptrain.network.process_lifetime import killed_with_us
 command = killed_with_us(["/bin/sh", "-c", "echo started; sleep 60"])
 child = subprocess.Popen(command, stdout=subprocess.PIPE)
 child.stdout.readline()

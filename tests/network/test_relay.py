@@ -22,9 +22,10 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network import daemon, libp2p_pb2
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
-from p2ptrain.network.daemon import ask, dial, open_stream, probe_flags, run_daemon, scratch_directory
+from p2ptrain.network.daemon import ask, dial, open_stream, probe_flags, run_daemon
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
+from p2ptrain.network.process_lifetime import scratch_directory
 from p2ptrain.network.punch import DialBudget, Outer, Puncher
 from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay, Reservations, check_answer
 from p2ptrain.network.socket_stream import receive_message, send_message, varint

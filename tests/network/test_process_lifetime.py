@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.network.daemon import LOCK, remove_leftovers, scratch_directory
+from p2ptrain.network.process_lifetime import LOCK, remove_leftovers, scratch_directory
 
 
 @pytest.fixture
 def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The parent of all scratch directories in this test: a short path, as sockets need."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("p2ptrain.network.daemon.MAX_PARENT_LENGTH", 4096)
+    monkeypatch.setattr("p2ptrain.network.process_lifetime.MAX_PARENT_LENGTH", 4096)
     return tmp_path
 
 

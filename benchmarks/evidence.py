@@ -168,7 +168,7 @@ def make(run: Run, commit: str) -> Record:
 
 
 def result_of(run: Run, printed: str) -> str:
-    """What the run's expressions find; of equal results, how many."""
+    """The results that the run's expressions find; equal ones are counted."""
     found = []
     for what, pattern in run.result.items():
         for text, times in collections.Counter(re.findall(pattern, printed, re.MULTILINE)).items():

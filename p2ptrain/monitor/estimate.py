@@ -184,7 +184,7 @@ def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int
 
 
 def taken_over_bytes(run: RunConfig, num_blocks: int, members: int) -> int:
-    """What a peer downloads of a round of so many members: the mean, or all gradients in it; 0 for pairs."""
+    """Bytes that a peer downloads in a round of this many members: the mean, or all gradients; 0 for pairs."""
     if run.is_pairwise:
         return 0
     if averaging_of(run).reduces:

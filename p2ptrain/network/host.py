@@ -56,7 +56,7 @@ FIND_TIMEOUT_S = 3.0
 
 
 def ignore(event: str, /, **fields: object) -> None:
-    """Used while nobody records events."""
+    """Ignores an event: the default without a recorder."""
 
 
 class Network:

@@ -209,7 +209,7 @@ async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> Asyn
 
 
 def _unlocked(request: Request, key: _Key, app: ASGIApp) -> ASGIApp:
-    """What answers a request for a page that needs a key: the page itself, if the browser has the key."""
+    """The app that answers a request for a page that needs a key: the page, if the browser has the key."""
     if key.opens(request.cookies.get(key.cookie, "")):
         return app
     if not key.opens(request.query_params.get("token", "")):

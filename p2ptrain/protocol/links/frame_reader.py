@@ -55,7 +55,7 @@ class ReceiveBudget:
                     freed = self._freed = trio.Event()
                     with trio.move_on_at(self._give_up_oldest()):
                         await freed.wait()
-        # Leaving the lock is no checkpoint, so nobody else has taken what fits.
+        # Leaving a trio lock does not yield, so no other task has taken the room since.
         share = Share(size_bytes, trio.current_time())
         self._shares[share] = None
         self.held_bytes += size_bytes

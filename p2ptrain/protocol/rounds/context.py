@@ -54,7 +54,7 @@ class RoundEvents(Protocol):
 
 
 class AttemptEvents(Protocol):
-    """What the tasks of an attempt tell `Attempts`."""
+    """How the tasks of an attempt report to `Attempts`."""
 
     def tell(self, peer_id: PeerId, message: Message) -> None:
         """Send a control message, also to ourselves; dropped if the peer is not linked."""
@@ -85,7 +85,7 @@ class RoundHost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RoundContext:
-    """What gossip, rounds, pairs and state sync of one peer share.
+    """The objects that gossip, rounds, pairs and state sync of one peer share.
 
     Attributes:
         state: anchor and moments; changed when a decided round is applied, or when the whole state is replaced.

@@ -170,6 +170,9 @@ class ParameterView:
         starts = {n: self.tensors[n].data_ptr() - int(space.tensor_starts[n]) * BLOCK_BYTES for n in self._items}
         self._origins = np.array([starts.get(n, 0) for n in range(len(self.tensors))], np.intp)
         self._joined = JoinedTensors.of(self._device, self.tensors)
+        first_rows = self._joined.first_rows
+        self._is_joined = np.array([n in first_rows for n in range(len(self.tensors))], np.bool_)
+        self._joined_rows = np.array([first_rows.get(n, 0) for n in range(len(self.tensors))], np.int64)
 
     def __reduce__(self) -> tuple[type[ParameterView], tuple[IndexSpace, list[torch.Tensor]]]:
         """A copy reads and writes copies of the tensors, at other addresses."""
@@ -185,19 +188,12 @@ class ParameterView:
             ValueError: the plan was made for another space.
         """
         self._check(plan)
-        first_rows, together, apart = self._joined.first_rows, list[slice](), list[Piece]()
-        begins = np.zeros(len(plan.pieces), np.int64)
-        for number, piece in enumerate(plan.pieces):
-            if not piece.is_tail and piece.tensor in first_rows:
-                begins[number] = first_rows[piece.tensor]
-                start = together.pop().start if together and together[-1].stop == piece.rows.start else piece.rows.start
-                together.append(slice(start, piece.rows.stop))
-            elif piece.is_tail or piece.tensor not in self._items:
-                apart.append(piece)
-        index = plan.index
-        if together:
-            sizes = [piece.rows.stop - piece.rows.start for piece in plan.pieces]
-            index = index + torch.from_numpy(np.repeat(begins, sizes))
+        is_joined = self._is_joined[plan.tensors]
+        is_joined[[piece.rows.start for piece in plan.pieces if piece.is_tail]] = False
+        edges = np.flatnonzero(np.diff(is_joined, prepend=False, append=False))
+        together = [slice(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
+        apart = [] if is_joined.all() else [piece for piece in plan.pieces if self._is_apart(piece)]
+        index = plan.index + torch.from_numpy(self._joined_rows[plan.tensors]) if together else plan.index
         return PlacedPlan(plan, upload(index) if upload else index.to(self._device), together, apart)
 
     def gather(self, plan: BlockPlan) -> torch.Tensor:
@@ -293,6 +289,9 @@ class ParameterView:
     def _check(self, plan: BlockPlan) -> None:
         if plan.numels != self.space.numels:
             raise ValueError("the plan was made for another index space")
+
+    def _is_apart(self, piece: Piece) -> bool:
+        return piece.is_tail or not (piece.tensor in self._items or self._is_joined[piece.tensor])
 
     def _addresses(self, plan: BlockPlan, apart: Sequence[Piece]) -> npt.NDArray[np.intp]:
         """Where the plan's blocks lie; 0 for those that are `apart` or not of a plain tensor."""

@@ -66,6 +66,8 @@ class CudaSideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # torch looks up the number of a device at each call that names one, in Python; of a number it does not.
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._peak_bytes = 0
         self._said_unpinned = False
@@ -73,16 +75,16 @@ class CudaSideStream:
     def run(
         self, work: Callable[[], object], *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> Pending:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._index))
         try:
             with torch.cuda.stream(self._stream):
                 work()
                 event = self._stream.record_event()
         except BaseException:
             # Nobody holds the memory of what was queued: training may only use it again once that is done.
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._index).wait_stream(self._stream)
             raise
-        return _Recorded(event, self.device, (*reads, *writes))
+        return _Recorded(event, self._index, (*reads, *writes))
 
     def host(self, *shape: int) -> torch.Tensor:
         try:
@@ -103,7 +105,7 @@ class CudaSideStream:
     def has_room(self, size_bytes: int) -> bool:
         # Asked for each fragment, so once: `memory_reserved` and the like each flatten and sort a hundred figures.
         try:
-            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            stats = torch.cuda.memory_stats_as_nested_dict(self._index)
             reserved_bytes = stats["reserved_bytes"]["all"]["current"]
             peak_bytes = stats["allocated_bytes"]["all"]["peak"]
         except (RuntimeError, KeyError):  # an allocator of the user's may count nothing
@@ -113,7 +115,7 @@ class CudaSideStream:
         spare_bytes: int = reserved_bytes - self._peak_bytes
         if spare_bytes >= size_bytes:
             return True
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes, _ = torch.cuda.mem_get_info(self._index)
         return bool(spare_bytes + free_bytes >= size_bytes)
 
     def _note_unpinned(self, error: RuntimeError) -> None:
@@ -128,7 +130,7 @@ class _Recorded:
     """Implements `Pending` with an event, recorded after the work."""
 
     event: torch.cuda.Event
-    device: torch.device
+    device_index: int
     held: tuple[torch.Tensor, ...]
 
     @property
@@ -139,4 +141,4 @@ class _Recorded:
         if not self.done:
             self.event.synchronize()
         # Nothing is left to wait for, but torch's sanitizer does not see what the host has waited for.
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        torch.cuda.current_stream(self.device_index).wait_event(self.event)

@@ -48,8 +48,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def wait_event(self, event: Event) -> None:
             calls.append("training waits")
 
-    def current_stream(device: torch.device) -> Training:
-        assert device == DEVICE
+    def current_stream(device: int) -> Training:
+        assert device == DEVICE.index
         return Training()
 
     @contextlib.contextmanager
@@ -95,11 +95,11 @@ def test_room_is_what_training_leaves_at_its_peak(
     """Of 1000 bytes others have 250, and training took 400 at most, of which it has given back some."""
     stats = SimpleNamespace(free=150, reserved=600, peak=400)
 
-    def mem_get_info(device: torch.device) -> tuple[int, int]:
+    def mem_get_info(device: int) -> tuple[int, int]:
         calls.append("driver")  # which may take milliseconds
         return stats.free, 1000
 
-    def memory_stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+    def memory_stats(device: int) -> dict[str, dict[str, dict[str, int]]]:
         return {
             "reserved_bytes": {"all": {"current": stats.reserved}},
             "allocated_bytes": {"all": {"peak": stats.peak}},
@@ -119,7 +119,7 @@ def test_with_an_allocator_that_counts_nothing_there_is_no_room(
 ) -> None:
     """What is copied then goes as on other devices."""
 
-    def memory_stats(device: torch.device) -> object:
+    def memory_stats(device: int) -> object:
         raise NotImplementedError("CUDAPluggableAllocator does not yet support getDeviceStats")
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", memory_stats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import queue
@@ -17,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from p2ptrain.cli.estimate import estimate
 from p2ptrain.cli.join import COMMON, PairSteps, format_progress
-from p2ptrain.cli.main import cli
+from p2ptrain.cli.main import cli, main
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.estimate import estimate_run
 from p2ptrain.protocol.links.limits import Struck
@@ -208,7 +209,6 @@ def test_an_estimate_says_which_values_are_assumed() -> None:
     assert "assumed" not in _output("estimate", "--params", "5M", *given)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,11 +240,17 @@ def test_an_estimate_says_which_values_are_assumed() -> None:
         (["generate", "--length", "0"], "0 is not in the range x>=1"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(arguments: list[str], message: str) -> None:
-    done = _run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+def test_a_mistake_is_one_line_and_status_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["p2ptrain", *arguments])
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # it would last for all tests
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
     assert line.startswith("p2ptrain: error: ")
     assert message in line
 

@@ -6,6 +6,7 @@ commit is the weighted mean of what their contributors brought.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections import defaultdict
@@ -67,6 +68,13 @@ def load_no_buffers(data: bytes) -> None:
     assert data == b""
 
 
+@functools.lru_cache(maxsize=16)  # the peers of one test after the other draw the same
+def _noise(seed: int, shapes: tuple[torch.Size, ...]) -> list[list[torch.Tensor]]:
+    """Five changes of the weights, of which each step of training makes one."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[0.01 * torch.randn(shape, generator=generator) for shape in shapes] for _ in range(5)]
+
+
 @dataclass
 class TestPeer:
     """One peer: its weights, its node, and everything that it recorded. `on_node` is told of each later node."""
@@ -105,8 +113,7 @@ class TestPeer:
         while not self.current.ready.is_set():
             self.exchange.idle()
             await trio.sleep(0.05)
-        generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
-        noise = [[0.01 * torch.randn(tensor.shape, generator=generator) for tensor in self.tensors] for _ in range(5)]
+        changes = _noise(self.rng.randrange(2**31), tuple(tensor.shape for tensor in self.tensors))
         while True:
             await trio.sleep(self.step_s)
             if self.paused:
@@ -114,8 +121,8 @@ class TestPeer:
             if self.exchange.finished or self.exchange.at_length:
                 self.exchange.idle()
                 continue
-            for tensor, change in zip(self.tensors, self.rng.choice(noise), strict=True):
-                tensor.mul_(0.998).add_(change)
+            torch._foreach_mul_(self.tensors, 0.998)
+            torch._foreach_add_(self.tensors, self.rng.choice(changes))
             self.reports.append(self.exchange.step(16))
 
     async def run(self) -> None:

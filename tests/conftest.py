@@ -26,6 +26,20 @@ STARTS_PEERS = (
     "swarm/", "examples/", "links/", "gpu/test_peers.py", "monitor/dashboard/test_page.py", "demo/test_demo.py",
     "demo/test_processes.py", "monitor/doctor/test_doctor.py", "test_site.py", "test_watchdog.py", "test_wheel.py",
 )  # fmt: skip
+# Many swarms in virtual time, and whole models: for each file more than six seconds, or ten minutes together.
+TAKES_LONG = (
+    "hostile/", "integrations/", "peer/test_optimizers.py", "peer/test_pairs.py",
+    "protocol/event_log/test_observer.py", "protocol/links/test_limits.py",
+    "protocol/membership/test_made_up_records.py", "protocol/membership/test_membership.py",
+    "protocol/membership/test_tokenizer_lookup.py", "protocol/node/", "protocol/pairwise/",
+    "protocol/rounds/deciding/test_averaging.py", "protocol/rounds/deciding/test_guard.py",
+    "protocol/rounds/moving/test_audit.py", "protocol/rounds/test_deadlines.py",
+    "protocol/rounds/test_fault_injection.py", "protocol/rounds/test_liars.py",
+    "protocol/rounds/test_refused_records.py", "protocol/rounds/test_round_faults.py",
+    "protocol/rounds/test_round_limits.py", "protocol/rounds/test_withholding_reducers.py", "protocol/state_sync/",
+    "protocol/test_hostile.py", "protocol/test_progress.py", "protocol/test_reliability.py", "protocol/test_storm.py",
+    "simulation/", "training/test_join.py",
+)  # fmt: skip
 # What Python itself tells of a new process; those of `multiprocessing` without fork it does not.
 STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"})
 
@@ -54,7 +68,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _starts_peers(path: Path) -> bool:
-    return path.relative_to(Path(__file__).parent).as_posix().startswith(STARTS_PEERS)
+    return _named(path).startswith(STARTS_PEERS)
+
+
+def _named(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).as_posix()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _starts_peers(item.path):
             item.add_marker("peers")
             item.add_marker("processes")
+        if _named(item.path).startswith(TAKES_LONG):
+            item.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -101,7 +121,12 @@ def _signals_as_before() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
     """Commands set how much p2ptrain logs; those that a test runs in this process set it for that test alone."""
-    logger = logging.getLogger("p2ptrain")
-    before = logger.level
+    before = {name: logger.level for name, logger in _loggers()}
     yield
-    logger.setLevel(before)
+    for name, logger in _loggers():
+        logger.setLevel(before.get(name, logging.NOTSET))
+
+
+def _loggers() -> list[tuple[str, logging.Logger]]:
+    known = logging.Logger.manager.loggerDict.items()
+    return [(name, log) for name, log in known if isinstance(log, logging.Logger) and name.startswith("p2ptrain")]

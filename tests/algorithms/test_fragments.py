@@ -84,6 +84,7 @@ def test_slots_outside_the_cycle_are_a_defect_of_the_caller(slot: int, slot_coun
 
 
 @pytest.mark.parametrize("size", [3, 10, 37, 300])
+@pytest.mark.slow
 def test_every_block_comes_first_equally_often(size: int) -> None:
     """Over the cycles, the block at one position is uniform, also if the domain is smaller than 2^8."""
     cycles = 20 * size

@@ -104,6 +104,7 @@ def test_equal_peers_stay_equal_but_for_the_codec() -> None:
     assert torch.all((first.gather(plan) - before).abs() <= step / 4)
 
 
+@pytest.mark.slow
 def test_a_cyclic_partition_keeps_peers_closer_than_fresh_draws() -> None:
     """With noise on every peer in every step. In training 0.41 times was measured."""
 

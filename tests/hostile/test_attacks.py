@@ -17,8 +17,6 @@ from tests.hostile.harness import NAMES, STEP_S, attacked, check_sizes, forgive,
 from tests.hostile.liar import Liar
 from tests.protocol.swarm import Swarm, run_virtual
 
-pytestmark = pytest.mark.slow
-
 # Of virtual time: three intervals and more.
 ATTACK_S = 7.0
 

@@ -15,8 +15,6 @@ from tests.hostile.harness import NAMES, attacked, facts, forgive
 from tests.hostile.values import ENDS_A_LINK, well_formed
 from tests.protocol.swarm import run_virtual
 
-pytestmark = pytest.mark.slow
-
 # In all some twenty rounds.
 EVERY_S = 0.03
 PAYLOADS = (b"", b"\0" * 66, b"\xff" * 5000)

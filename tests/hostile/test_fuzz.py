@@ -16,7 +16,6 @@ def test_findings_stay_mended(as_member: bool) -> None:
     assert fuzz.replay(seed=int(as_member)) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [

@@ -12,8 +12,6 @@ import torch
 from p2ptrain.errors import ConfigError
 from tests.integrations.peer import Peer
 
-pytestmark = pytest.mark.slow
-
 LENGTH = 8
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -38,8 +38,6 @@ from tests.protocol.storm import SHAPES
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import start_endpoint
 
-pytestmark = pytest.mark.slow
-
 NAMES = "abc"
 # What it sends of its own accord: all but the frames that a link itself makes.
 BABBLE = [kind for kind in KIND_OF if kind not in (Hello, Ack, Answer, Leave)]

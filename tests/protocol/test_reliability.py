@@ -47,7 +47,6 @@ async def all_commit(s: Swarm, *, within_s: float) -> None:
 # --- meeting -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("peers", "slowest_s", "links"),
     [(20, 0.2, 16), (20, 1.0, 16), pytest.param(70, 0.2, MAX_DIALLED, marks=pytest.mark.long)],
@@ -75,7 +74,6 @@ def test_all_that_are_started_at_one_instant_are_one_swarm(
     run_virtual(main)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.long)], ids="{0.start}-{0.stop}".format
 )
@@ -113,7 +111,6 @@ def _starts(rng: random.Random) -> list[tuple[str, float]]:
     return [(name, at - before) for name, at, before in zip(names, times, [0.0, *times], strict=False)]
 
 
-@pytest.mark.slow
 def test_two_halves_that_meet_again_are_one_lineage_and_keep_what_they_learnt() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
@@ -169,7 +166,6 @@ def test_without_the_directory_a_running_swarm_goes_on_and_takes_a_restarted_pee
     run_virtual(main)
 
 
-@pytest.mark.slow
 def test_a_joiner_that_gets_nothing_says_so_in_the_end() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
@@ -198,7 +194,6 @@ def test_a_joiner_that_gets_nothing_says_so_in_the_end() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_at_unequal_speeds_no_peer_is_idle_or_alone() -> None:
     async def main() -> None:
         step_s = {"a": 0.1, "b": 0.2, "c": 0.4}
@@ -243,7 +238,6 @@ def test_lost_fragments_cost_what_they_carry_and_nothing_else(share: float) -> N
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_on_a_link_that_is_too_slow_fragments_are_shed_and_rounds_are_not() -> None:
     """2 Mbit/s, of which the fragments alone would take more."""
 

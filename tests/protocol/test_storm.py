@@ -14,8 +14,6 @@ import pytest
 from tests.protocol import storm as storm_module
 from tests.protocol.storm import Storm, Trouble, shortest, weather
 
-pytestmark = pytest.mark.slow
-
 SEEDS = range(int(os.environ.get("STORMS", "3")))
 
 

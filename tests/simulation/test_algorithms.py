@@ -17,8 +17,6 @@ from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer, TrainingData
 from tests.training.characters import VOCAB_SIZE
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

@@ -69,7 +69,6 @@ def test_another_seed_is_another_run_and_the_callers_randomness_is_left_alone() 
     assert first.final_loss != second.final_loss
 
 
-@pytest.mark.slow
 def test_a_run_learns_commits_every_round_and_ends_with_one_model() -> None:
     records = run(steps=80)
     assert [event["round"] for event in records.rounds] == [0, 1, 2, 3]
@@ -85,7 +84,6 @@ def test_a_run_learns_commits_every_round_and_ends_with_one_model() -> None:
     assert len(set(last)) == 1
 
 
-@pytest.mark.slow
 def test_gossip_keeps_peers_together() -> None:
     apart, together = (run(fragment_fraction=p, sync_every=40).correlations() for p in (0.0, 0.05))
     assert together[-1][1] > apart[-1][1]
@@ -96,7 +94,6 @@ def test_one_peer_takes_the_outer_step_alone() -> None:
     assert [event["status"] for event in records.rounds] == ["solo", "solo"]
 
 
-@pytest.mark.slow
 def test_who_crashes_is_left_out_and_who_joins_is_in() -> None:
     records = run(steps=100, schedule=["25:crash:2", "45:join:3", "70:leave:1"])
     first, *_, last = contributors(records)
@@ -107,7 +104,6 @@ def test_who_crashes_is_left_out_and_who_joins_is_in() -> None:
     assert reasons == {"finished": 2, "left": 1}
 
 
-@pytest.mark.slow
 def test_a_paused_peer_misses_rounds_and_comes_back() -> None:
     records = run(steps=120, schedule=["22:pause:1", "70:resume:1"])
     assert {"peer-0", "peer-2"} in contributors(records)
@@ -120,7 +116,6 @@ def test_where_all_have_gone_the_run_waits_for_those_to_come() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_cut_off_peer_is_left_out_until_it_is_mended() -> None:
     records = run(steps=260, schedule=["22:cut:1", "90:mend:1"])
     assert {"peer-0", "peer-2"} in contributors(records)
@@ -129,7 +124,6 @@ def test_a_cut_off_peer_is_left_out_until_it_is_mended() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_narrow_link_makes_rounds_longer_for_as_long_as_it_is() -> None:
     records = run(steps=120, schedule=["1:narrow:1:0.5", "62:widen:1"])
     first, *_, last = records.rounds

@@ -87,7 +87,6 @@ def test_an_observer_sees_all_events_and_is_no_member() -> None:
     run_virtual(main)
 
 
-@pytest.mark.slow
 def test_what_was_before_is_told_and_nothing_twice() -> None:
     async def main() -> None:
         async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0), shapes=[("head", (64, 64))]) as s:
@@ -218,7 +217,6 @@ def test_silent_and_unreachable_peers_delay_no_other() -> None:
     run_virtual(main)
 
 
-@pytest.mark.slow
 def test_thirty_peers_of_which_one_dies_and_one_joins() -> None:
     async def main() -> None:
         async with swarm(RUN) as s, watching(s) as watch, trio.open_nursery() as nursery:

@@ -43,6 +43,7 @@ LIMIT = 300_000
 
 
 @pytest.mark.timeout(1800)  # a million states take a minute or two
+@pytest.mark.slow
 def test_no_two_records_are_ever_learned(record_property: Callable[[str, object], None]) -> None:
     total, rest = 0, list(MORE)
     for scenario in ALWAYS:

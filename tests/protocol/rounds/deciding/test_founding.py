@@ -266,6 +266,7 @@ MORE = [Model("ab", 3, 2), Model("abc", 2, 1)]
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", [*MODELS, *(pytest.param(model, marks=pytest.mark.long) for model in MORE)], ids=str)
+@pytest.mark.slow
 def test_peers_that_hear_each_other_come_into_one_lineage(
     model: Model, record_property: Callable[[str, object], None]
 ) -> None:

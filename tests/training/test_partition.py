@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.training import partitioning
 from p2ptrain.training.data.corpus import BLOCK_TOKENS
 from p2ptrain.training.partitioning import (
     Partition,
@@ -67,12 +68,13 @@ def test_iid_shares_are_spread_over_the_text() -> None:
         assert abs(places.mean() - 499.5) < 4 * 1000 / (12 * 250) ** 0.5
 
 
-def test_unbalanced_sizes_are_in_geometric_proportion() -> None:
+def test_unbalanced_sizes_are_in_geometric_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = block_bounds(4000 * BLOCK_TOKENS, context=64)
     sizes = np.array(unbalanced_partition(bounds, 8, seed=0).sizes, dtype=float)
     assert sizes[0] / sizes[-1] == pytest.approx(4.0, rel=0.02)
     assert sizes[:-1] / sizes[1:] == pytest.approx(np.full(7, 4 ** (1 / 7)), rel=0.02)
-    steep = np.array(unbalanced_partition(bounds, 3, seed=0, largest_to_smallest=100.0).sizes)
+    monkeypatch.setattr(partitioning, "LARGEST_TO_SMALLEST", 100.0)
+    steep = np.array(unbalanced_partition(bounds, 3, seed=0).sizes)
     assert steep[0] / steep[-1] == pytest.approx(100.0, rel=0.05)
 
 

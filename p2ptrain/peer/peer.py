@@ -301,7 +301,6 @@ class Peer:
     def _sight(self) -> Sighting:
         node = self._runner.last_ready
         head = node.driver.head
-        speed = 1 / self._exchange.step_s if self._exchange.step_s else 0.0
         return Sighting(
             self.peer_id,
             True,
@@ -310,7 +309,6 @@ class Peer:
             self._exchange.run_step,
             head.round,
             head.lineage,
-            speed,
             relayed=node.links.relayed(),
         )
 

@@ -235,11 +235,11 @@ class LargeSwarm:
 
     def _oldest(self) -> int:
         """The round of the peer that is furthest behind, of those that have the state."""
-        return min(peer.node.engine.head.round for peer in self.peers.values() if peer.node.ready.is_set())
+        return min(peer.node.driver.head.round for peer in self.peers.values() if peer.node.ready.is_set())
 
     def _check(self) -> None:
         assert not self._audit.disagreements, self._audit.disagreements
-        lineages = Counter(p.node.engine.head.lineage for p in self.peers.values() if p.node.ready.is_set())
+        lineages = Counter(p.node.driver.head.lineage for p in self.peers.values() if p.node.ready.is_set())
         assert len(lineages) == 1, f"the run has split: {lineages}"
 
     def _is_connected(self) -> bool:

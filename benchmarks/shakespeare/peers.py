@@ -15,6 +15,7 @@ from benchmarks.shakespeare.data import ALPHABET, held_out_loss
 from benchmarks.shakespeare.events import measures
 from benchmarks.shakespeare.model import GATE_VARIABLE, nanogpt_cpu
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.algorithms.transfers import FlatAtOnce
 from p2ptrain.demo.orchestrator import LOG, LOOPBACK, EventReader, Process, running_processes, start_bootstrap
 from p2ptrain.settings.table import RUN_SETTINGS
 from p2ptrain.training import checkpoint
@@ -112,5 +113,5 @@ def _anchor(directory: Path) -> nn.Module:
     space = IndexSpace([(name, tuple(parameter.shape)) for name, parameter in parameters.items()])
     state = checkpoint.load_given(directory, {"peer"}).state["peer"]
     with torch.no_grad():
-        ParameterView(space, list(parameters.values())).write(state["anchor"])
+        FlatAtOnce(ParameterView(space, list(parameters.values()))).land(state["anchor"], adds=False).finish()
     return model

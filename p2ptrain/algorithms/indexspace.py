@@ -260,18 +260,12 @@ class ParameterView:
         sections = list(self.sections(out))
         return [*(padding.zero_ for _, _, padding in sections if len(padding)), *_in_pieces(_read, sections)]
 
-    def write(self, flat: torch.Tensor) -> None:
-        """Set all parameters from `flat`, (num_blocks, 64) float32 CPU, only read: θ = flat."""
-        apply_changes(deque(self.changes(flat, adds=False)))
-
-    def add(self, flat: torch.Tensor) -> None:
-        """Add `flat`, (num_blocks, 64) float32 CPU, only read, to all parameters: θ += flat, in float32 or better."""
-        apply_changes(deque(self.changes(flat, adds=True)))
-
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """The changes that `add` or `write` makes, one for each tensor, or for each small part of one in host memory.
+        """The changes that set all parameters to `flat`, (num_blocks, 64) float32, only read; θ = flat.
 
-        If `flat` is on the tensors' device, there is one change for all of them that have the same dtype.
+        If `adds`, they add it instead, in float32 or better: θ += flat. There is one for each tensor, or for each small
+        part of one in host memory. If `flat` is on the tensors' device, there is one change for all of them that have
+        the same dtype.
         A change of one tensor that raises has changed nothing.
         """
         return _in_pieces(_add if adds else _write, self.sections(flat))

@@ -22,13 +22,6 @@ _ROWS = 1024
 Rows = npt.NDArray[np.float32]
 
 
-def mix_clipped(
-    view: WeightView, plan: BlockPlan, received: torch.Tensor, weight: float | torch.Tensor, max_rms: float | None
-) -> float:
-    """Compare, and mix if they are close enough: see `Mixing`."""
-    return Mixing(view, plan, received).mix(weight, max_rms)
-
-
 class Mixing:
     """Received blocks, compared with those of θ that they belong to. Implements `transfers.Comparison`.
 
@@ -56,17 +49,17 @@ class Mixing:
         squares = self._squares() / max(1, plan.numel)
         self.own_rms, self.rms = math.sqrt(squares[0]), math.sqrt(squares[1])
 
-    def mix(self, weight: float | torch.Tensor, max_rms: float | None) -> float:
+    def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
         """Mix: θ += weight · (received - θ). Call it once.
 
         Args:
             weight: one for all, or (n, 1) float32 CPU.
-            max_rms: largest rms difference that is mixed; None for any finite one.
+            max_rms: largest rms difference that is mixed.
 
         Returns:
             `rms`. Nothing was changed if it is above `max_rms` or not finite.
         """
-        if not math.isfinite(self.rms) or (max_rms is not None and not self.rms <= max_rms):
+        if not (math.isfinite(self.rms) and self.rms <= max_rms):
             return self.rms
         n = len(self._plan.blocks)
         each = weight if isinstance(weight, float) else weight.reshape(n).numpy()

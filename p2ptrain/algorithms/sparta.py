@@ -79,7 +79,7 @@ class ClipRule:
     This bounds the harm of a bad sender (self-centred clipping: He, Karimireddy and Jaggi, 2022). Usage::
 
         limit = rule.limit(own_rms)
-        rms = mix_clipped(view, plan, received, weight, limit)
+        rms = Mixing(view, plan, received).mix(weight, limit)
         rule.record(sender, rms, mixed=rms <= limit)
 
     The limit is the larger of two medians over distinct senders, so that sending more counts no more:

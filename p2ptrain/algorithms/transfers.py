@@ -65,7 +65,7 @@ class Comparison(Protocol):
     @property
     def own_rms(self) -> float: ...
     def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
-        """As `mix_clipped`: mix with θ as it is now. Returns rms(received - θ), with θ as it was when `compare` was
+        """As `Mixing.mix`, with θ as it is now. Returns rms(received - θ), with θ as it was when `compare` was
         called; nothing has changed if that is above `max_rms` or not finite."""
 
 

@@ -82,12 +82,12 @@ def join(settings: Settings, plain: bool, share_key: bool, new: bool, qr: bool) 
         click.echo("starting: loading torch takes a few seconds")
     from p2ptrain.training.join import check_local, join_run
 
-    source = check_local(settings, launch_of(os.environ))
+    source, device = check_local(settings, launch_of(os.environ))
     if not new and not network.initial_peers:
         settings = choose_nearby(settings)
         network = settings.network_config()
         Access(network).check_allowed(network.initial_peers)
-    train = partial(join_run, settings, source, share_key=share_key, qr=qr, launch=launch_of(os.environ))
+    train = partial(join_run, settings, source, device, share_key=share_key, qr=qr, launch=launch_of(os.environ))
     console = None if plain else _live_console()
     if console is None:
         pairs = PairSteps()

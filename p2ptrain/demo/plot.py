@@ -25,10 +25,10 @@ def save_plot(swarm: SwarmView, path: Path) -> None:
             _mark_events(axes, swarm)
 
 
-def smooth(points: Iterable[tuple[float, float]], groups: int = GROUPS) -> list[tuple[float, float]]:
-    """Means of `groups` consecutive groups of (time, loss), of at least ten points each."""
+def smooth(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means of at most `GROUPS` consecutive groups of (time, loss), of at least ten points each."""
     values = np.asarray(list(points), np.float64).reshape(-1, 2)
-    parts = np.array_split(values, max(1, min(groups, len(values) // 10)))
+    parts = np.array_split(values, max(1, min(GROUPS, len(values) // 10)))
     return [(t, loss) for t, loss in (part.mean(axis=0) for part in parts if len(part))]
 
 

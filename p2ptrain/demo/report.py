@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import statistics
 import textwrap
 from collections import Counter
@@ -22,6 +21,7 @@ from p2ptrain.monitor.peerview import PeerState
 from p2ptrain.monitor.swarmview import BytesPerStep, SwarmView
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.machine import address_towards
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.generation import generate_text
@@ -203,23 +203,14 @@ def _files(results: Results, out: Path) -> str:
 
 def _across_machines(plan: DemoPlan, out: Path, bootstrap_id: str) -> str:
     identity = out / BOOTSTRAP / IDENTITY
-    address = f"/ip4/{lan_address()}/tcp/{PORT}/p2p/{bootstrap_id}"
+    here = address_towards("192.0.2.1") or "127.0.0.1"  # a network for documentation: where the default route leads
+    address = f"/ip4/{here}/tcp/{PORT}/p2p/{bootstrap_id}"
     bootstrap = ["p2ptrain", "bootstrap", "--host-maddrs", f"/ip4/0.0.0.0/tcp/{PORT}", "--identity", str(identity)]
     join = ["p2ptrain", "join", "--initial-peers", address, *plan.run_flags]
     return (
         f"To do the same across machines, start a bootstrap node on this one:\n\n{shlex.join(bootstrap)}\n\n"
         f"and a peer on each machine, including this one, in another terminal:\n\n{shlex.join(join)}"
     )
-
-
-def lan_address() -> str:
-    """The address of this machine in its network, found without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; UDP connect only looks up the route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
 
 
 def _prose(text: str) -> str:

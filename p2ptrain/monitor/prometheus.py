@@ -10,7 +10,7 @@ import errno
 from typing import Any
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.network.socket_stream import close_everywhere
+from p2ptrain.network.process_lifetime import close_everywhere
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.peer_config import ENDPOINT, LOOPBACK, parse_endpoint
 from p2ptrain.version import __version__

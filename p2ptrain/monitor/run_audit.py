@@ -90,7 +90,6 @@ class RoundTable:
 class JoinTimes:
     """One start of a peer in an existing run. Times in seconds since its `start` event; None if not reached."""
 
-    peer: str
     started_s: float
     state_s: float | None = None
     step_s: float | None = None
@@ -126,7 +125,7 @@ class RunAudit:
         match event["event"]:
             case "start":
                 self._adopted.discard(peer)
-                self._joining[peer] = JoinTimes(peer, event["t"])
+                self._joining[peer] = JoinTimes(event["t"])
             case "adopt":
                 self._check(peer, event)
                 self._on_adopt(peer, event)

@@ -16,6 +16,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.protocol.membership.reachability import is_public
 from p2ptrain.settings.files import read_text, write_whole
+from p2ptrain.settings.machine import address_towards
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.run_key import without_secrets
 from p2ptrain.settings.setting import shortened
@@ -30,7 +31,7 @@ HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/4001"
 EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/Qm..."
 
 # A UDP socket that is connected to one of these sends nothing, and has the address of the outgoing interface.
-_PUBLIC_HOSTS = {"0.0.0.0": ("8.8.8.8", 9), "::": ("2001:4860:4860::8888", 9)}
+_PUBLIC_HOSTS = {"0.0.0.0": "8.8.8.8", "::": "2001:4860:4860::8888"}
 # Of the addresses that p2pd reports, only loopback's is sure to have the port that it listens on, and not a router's.
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _LISTEN_REMEDIES = {
@@ -223,12 +224,7 @@ def _as_seen_outside(host_maddr: str) -> str:
     _, family, host, *rest = host_maddr.split("/")
     if host not in _PUBLIC_HOSTS:
         return host_maddr
-    with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET, socket.SOCK_DGRAM) as trial:
-        try:
-            trial.connect(_PUBLIC_HOSTS[host])  # sends nothing
-            host = str(trial.getsockname()[0])
-        except OSError:  # no route
-            host = _LOOPBACK_OF[host]
+    host = address_towards(_PUBLIC_HOSTS[host]) or _LOOPBACK_OF[host]
     return "/".join(["", family, host, *rest])
 
 

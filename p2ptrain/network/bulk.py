@@ -28,7 +28,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
-from p2ptrain.network.socket_stream import SocketStream, close_everywhere
+from p2ptrain.network.process_lifetime import close_everywhere
+from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.protocol.membership.reachability import best_first, is_relayed
 from p2ptrain.protocol.token_bucket import TokenBucket

@@ -303,8 +303,8 @@ def _own() -> list[ifaddr.IP]:
     return [ip for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4]
 
 
-def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
-    """Look for announcements through these addresses of this machine. Blocks for that many seconds.
+def look(hosts: Sequence[str]) -> list[Announcement]:
+    """Look for announcements through these addresses of this machine. Blocks for LOOK_S seconds.
 
     If multicast does not work here, logs why and returns nothing.
     """
@@ -312,7 +312,7 @@ def look(hosts: Sequence[str], seconds: float = LOOK_S) -> list[Announcement]:
         return []
     thread = NetworkThread()
     try:
-        return thread.run(lambda: from_asyncio(_look(hosts, seconds)), timeout_s=seconds + 10)
+        return thread.run(lambda: from_asyncio(_look(hosts)), timeout_s=LOOK_S + 10)
     finally:
         thread.stop(GOODBYE_S)
 
@@ -374,7 +374,7 @@ async def _multicast(hosts: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
             await asyncio.wait_for(zeroconf.async_close(), GOODBYE_S)
 
 
-async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
+async def _look(hosts: Sequence[str]) -> list[Announcement]:
     from zeroconf import Error, ServiceStateChange
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo
 
@@ -386,7 +386,7 @@ async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
         if state_change is ServiceStateChange.Added and name not in found and len(asking) < MAX_RECORDS:
             with contextlib.suppress(Error, ValueError):  # an invalid name
                 found[name] = AsyncServiceInfo(SERVICE, name)
-                asking.add(asyncio.ensure_future(found[name].async_request(zeroconf, seconds * 1000)))
+                asking.add(asyncio.ensure_future(found[name].async_request(zeroconf, LOOK_S * 1000)))
 
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -397,7 +397,7 @@ async def _look(hosts: Sequence[str], seconds: float) -> list[Announcement]:
         try:
             browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[note])
             for _ in range(TURNS):
-                await asyncio.sleep(seconds / TURNS)
+                await asyncio.sleep(LOOK_S / TURNS)
             await browser.async_cancel()
         finally:
             for task in asking:

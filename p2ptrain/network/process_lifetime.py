@@ -1,7 +1,7 @@
-"""Keeps a killed process from leaving something behind: its directory, and the processes that it has started.
+"""Keeps a process from leaving something behind: its directory, the processes that it has started, and its sockets.
 
-On Linux, the kernel kills these processes. The lock file in the directory is released, so the next peer on this machine
-knows that it may remove the directory. This imports nothing large: the demo, too, uses it when it starts.
+On Linux, the kernel kills the processes of a killed one. The lock file in the directory is released, so the next peer
+on this machine knows that it may remove the directory. This imports nothing large: the demo uses it when it starts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,18 @@ def killed_with_us(command: Sequence[str]) -> list[str]:
     if sys.platform != "linux" or not sys.executable:
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _KILLED_WITH_PARENT, str(os.getpid()), *command]
+
+
+def close_everywhere(ended: socket.socket) -> None:
+    """End a connection, or stop listening, in all copies of the socket, and close this one.
+
+    Workers of a `DataLoader` are forked and inherit all sockets. The system keeps a connection, or a port, until the
+    last copy is closed. So after `close` alone a port would stay taken, and the other end of a connection would hear
+    nothing, for as long as workers live; those with `persistent_workers=True` live on after the peer has left.
+    """
+    with contextlib.suppress(OSError):  # it is closed already, or the system cannot shut down such a socket
+        ended.shutdown(socket.SHUT_RDWR)
+    ended.close()
 
 
 @contextlib.contextmanager

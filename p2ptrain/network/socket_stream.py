@@ -11,9 +11,7 @@ task: there is no asyncio task per read, and peers get backpressure.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -41,18 +39,6 @@ LINGER_S = 2.0
 LAST_BYTES_S = 0.25
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
-
-
-def close_everywhere(ended: socket.socket) -> None:
-    """End a connection, or stop listening, in all copies of the socket, and close this one.
-
-    Workers of a `DataLoader` are forked and inherit all sockets. The system keeps a connection, or a port, until the
-    last copy is closed. So after `close` alone a port would stay taken, and the other end of a connection would hear
-    nothing, for as long as workers live; those with `persistent_workers=True` live on after the peer has left.
-    """
-    with contextlib.suppress(OSError):  # it is closed already, or the system cannot shut down such a socket
-        ended.shutdown(socket.SHUT_RDWR)
-    ended.close()
 
 
 def framed(message: Message) -> bytes:

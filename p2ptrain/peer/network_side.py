@@ -114,10 +114,10 @@ class NetworkSide:
         node = self._runner.last_ready
 
         def state_of(vectors: Sequence[Array]) -> dict[str, Any]:
-            return to_dict(node.engine.head, node.engine.history, run_step, vectors)
+            return to_dict(node.driver.head, node.driver.history, run_step, vectors)
 
         async def copy() -> dict[str, Any]:
-            async with node.engine.committer.lock:
+            async with node.driver.committer.lock:
                 return state_of([await self._workers(vector.copy) for vector in node.state.vectors])
 
         if self._has_left:
@@ -184,7 +184,7 @@ class NetworkSide:
         began_s = time.monotonic()
         while not self.ended.wait(LEAVING_POLL_S):
             waited_s = time.monotonic() - began_s
-            if waited_s > (LANDING_S if self._runner.node.engine.committer.resolving else at_least_s):
+            if waited_s > (LANDING_S if self._runner.node.driver.committer.resolving else at_least_s):
                 break
             idle()
 

@@ -280,7 +280,7 @@ class Peer:
     @property
     def anchor_hash(self) -> str:
         """Hash of the anchor; equal on all peers at the same round. Known a moment after the round has landed."""
-        return self._runner.last_ready.engine.head.anchor_hash
+        return self._runner.last_ready.driver.head.anchor_hash
 
     @property
     def status(self) -> str:
@@ -300,8 +300,7 @@ class Peer:
 
     def _sight(self) -> Sighting:
         node = self._runner.last_ready
-        head = node.engine.head
-        speed = 1 / self._exchange.step_s if self._exchange.step_s else 0.0
+        head = node.driver.head
         return Sighting(
             self.peer_id,
             True,
@@ -310,7 +309,6 @@ class Peer:
             self._exchange.run_step,
             head.round,
             head.lineage,
-            speed,
             relayed=node.links.relayed(),
         )
 

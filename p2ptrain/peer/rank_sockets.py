@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from p2ptrain.network.socket_stream import close_everywhere
+from p2ptrain.network.process_lifetime import close_everywhere
 
 # Local connections take below a millisecond; longer where all cores are busy.
 OPEN_TIMEOUT_S = 10.0

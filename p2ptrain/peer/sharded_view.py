@@ -97,16 +97,8 @@ class ShardedView:
                 padding.zero_()
 
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """One change, which is `add` or `write`."""
-        return [functools.partial(self.add if adds else self.write, flat)]
-
-    def write(self, flat: torch.Tensor) -> None:
-        """As `ParameterView.write`."""
-        self._distribute(Command.WRITE, flat)
-
-    def add(self, flat: torch.Tensor) -> None:
-        """As `ParameterView.add`."""
-        self._distribute(Command.ADD, flat)
+        """As `ParameterView.changes`, all in one."""
+        return [functools.partial(self._distribute, Command.ADD if adds else Command.WRITE, flat)]
 
     def end(self) -> None:
         """On rank 0: let the other ranks return from `serve`."""

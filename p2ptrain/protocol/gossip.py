@@ -97,7 +97,7 @@ class Gossip:
     async def _plan_forever(self) -> None:
         """Offer plans to the training thread, each when gathering of the one before has begun."""
         while True:
-            if not self._context.host.trainers() or not self._admits(self._context.peer_id):
+            if not self._context.host.lineage_peers() or not self._admits(self._context.peer_id):
                 await trio.sleep(POLL_S)
                 continue
             self._say_pace()
@@ -202,7 +202,7 @@ class Gossip:
         chosen = partners(
             run.topology,
             self._context.peer_id,
-            self._context.host.trainers(),
+            self._context.host.lineage_peers(),
             fan_out=run.fan_out,
             seed=run.run_seed,
             step=plan.cycle * self._walk.steps + plan.slot // self._walk.per_step,

@@ -1,9 +1,10 @@
-"""How many cores and how much memory this process may use, within the limits of its container."""
+"""What this machine gives: cores and memory, within the limits of a container, and addresses."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def free_memory_bytes() -> int | None:
     if limit.isdecimal() and used.isdecimal():
         free.append(max(0, int(limit) - int(used)))
     return min(free, default=None)
+
+
+def address_towards(host: str) -> str | None:
+    """The address through which this machine would send to an IP address; None without a route. Sends nothing."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as trial:
+        try:
+            trial.connect((host, 9))  # a UDP socket only looks up the route
+            return str(trial.getsockname()[0])
+        except OSError:
+            return None
 
 
 def _read(path: Path) -> str:

@@ -53,17 +53,17 @@ IDENTITY_FILE = "identity.key"
 METRICS_FILE = "metrics.jsonl"
 
 
-def check_local(settings: Settings, launch: Launch = ONE_PROCESS) -> Source:
+def check_local(settings: Settings, launch: Launch = ONE_PROCESS) -> tuple[Source, torch.device]:
     """Look for mistakes that can be found on this machine before anything is asked or waited for.
 
     Returns:
-        The data, opened.
+        The data, opened, and the device of this rank.
 
     Raises:
         ConfigError: a setting cannot work on this machine.
     """
     config = settings.peer_config()
-    device_of(config.device, launch)
+    device = device_of(config.device, launch)
     check_fsdp(config, launch.size)
     if config.batch_tokens:
         check_tokens("--batch-tokens", config.batch_tokens, free_memory_bytes())
@@ -71,12 +71,13 @@ def check_local(settings: Settings, launch: Launch = ONE_PROCESS) -> Source:
         check_name(str(settings.values["model"]))
     if config.init_from:
         check_weights(Path(config.init_from))
-    return open_source(config.data)
+    return open_source(config.data), device
 
 
 def join_run(
     settings: Settings,
     source: Source,
+    device: torch.device,
     *,
     say: Callable[[str], None],
     on_progress: Callable[[TrainingProgress], None],
@@ -91,7 +92,7 @@ def join_run(
 
     Args:
         settings: merged from flags, environment and TOML, and checked.
-        source: the data, as `check_local` opened it.
+        source, device: as `check_local` returned them.
         say: prints one line for the user.
         on_progress: called every few seconds.
         on_status: called with what the peer is doing while it joins; None: `say`.
@@ -108,7 +109,6 @@ def join_run(
     run_id = str(settings.values["run_id"])
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = device_of(config.device, launch)
     tokenizer = interruptible(partial(given_tokenizer, config.tokenizer, source))
     if tokenizer is not None:
         settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)

@@ -144,37 +144,16 @@ def run_training(
     """
     saved_at: tuple[int, int] | None = None
 
-    def save() -> None:
+    def save() -> bool:
+        """Write a checkpoint, unless the newest one is of this step and round. Returns whether it is now."""
         nonlocal saved_at
         at = peer.run_step, peer.round
         if at != saved_at and save_checkpoint(peer, trainer, out, is_closed=config.network.key is not None):
             saved_at = at
+        return saved_at == (peer.run_step, peer.round)
 
-    eval_every = config.eval_every or model_defaults(trainer.run.model).eval_every
-    meter = ProgressMeter(peer, trainer, eval_every)
     try:
-        meter.add_evaluation(record_evaluation(peer, trainer, eval_every, stop))
-        line_s = saved_s = now()
-        sampled = peer.run_step
-        for done in _steps_to_the_end(peer, trainer, eval_every, stop, now):
-            meter.add(done)
-            if stop() or peer.failure:
-                break
-            if config.sample_every and done.run_step // config.sample_every != sampled // config.sample_every:
-                on_sample_due()
-                sampled = done.run_step
-            if now() - line_s >= PROGRESS_INTERVAL_S:
-                on_progress(meter.summary())
-                line_s = now()
-            if now() - saved_s >= 60 * config.checkpoint_minutes:
-                save()
-                saved_s = now()
-        is_merged, last = peer.finished, None
-        if not stop() and not peer.failure:
-            last = record_evaluation(peer, trainer, eval_every, stop)
-            meter.add_evaluation(last)
-        if meter.has_news:
-            on_progress(meter.summary())
+        eval_loss = _train(peer, trainer, config, save, stop, on_progress, on_sample_due, now)
     except Exception:
         peer.leave("failed")
         try:
@@ -184,6 +163,55 @@ def run_training(
             logger.error("no checkpoint could be made: %s", second)
         raise
     interrupted = stop() and not peer.finished
+    error = _leave(peer, save, out, interrupted=interrupted)
+    if error:
+        raise trainer.ranks.once(TransientError(error))
+    return TrainingEnd("interrupted" if interrupted else "finished", eval_loss)
+
+
+def _train(
+    peer: Peer | GroupPeer,
+    trainer: Trainer,
+    config: PeerConfig,
+    save: Callable[[], bool],
+    stop: Callable[[], bool],
+    on_progress: Callable[[TrainingProgress], None],
+    on_sample_due: Callable[[], None],
+    now: Callable[[], float],
+) -> float | None:
+    """Train until the run ends, `stop()` is true or the network side fails. Returns `TrainingEnd.eval_loss`.
+
+    `save` is called every `config.checkpoint_minutes`.
+    """
+    eval_every = config.eval_every or model_defaults(trainer.run.model).eval_every
+    meter = ProgressMeter(peer, trainer, eval_every)
+    meter.add_evaluation(record_evaluation(peer, trainer, eval_every, stop))
+    line_s = saved_s = now()
+    sampled = peer.run_step
+    for done in _steps_to_the_end(peer, trainer, eval_every, stop, now):
+        meter.add(done)
+        if stop() or peer.failure:
+            break
+        if config.sample_every and done.run_step // config.sample_every != sampled // config.sample_every:
+            on_sample_due()
+            sampled = done.run_step
+        if now() - line_s >= PROGRESS_INTERVAL_S:
+            on_progress(meter.summary())
+            line_s = now()
+        if now() - saved_s >= 60 * config.checkpoint_minutes:
+            save()
+            saved_s = now()
+    is_merged, last = peer.finished, None
+    if not stop() and not peer.failure:
+        last = record_evaluation(peer, trainer, eval_every, stop)
+        meter.add_evaluation(last)
+    if meter.has_news:
+        on_progress(meter.summary())
+    return last.loss if last and is_merged else None
+
+
+def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, interrupted: bool) -> str:
+    """Leave the run, and write a checkpoint. Returns what went wrong, for the user; empty if nothing did."""
     if interrupted:
         logger.info(
             "stopping at step %d: writing a checkpoint; another signal after %g s ends at once, without it",
@@ -196,21 +224,14 @@ def run_training(
         # Save before leaving, which may take ten seconds, in which a signal may come. Other peers are served meanwhile.
         # In the other cases they should not wait for this disk.
         save()
-    reason: Literal["finished", "interrupted"] = "interrupted" if interrupted else "finished"
-    why = "failed" if failure else reason
+    why = "failed" if failure else "interrupted" if interrupted else "finished"
     peer.leave(why, landing=True)
-    save()  # the last round may have landed meanwhile
-    error = None
-    if saved_at != (peer.run_step, peer.round):
-        error = (
+    if not save():  # the last round may have landed meanwhile
+        return (
             f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}; free space there, and "
             "run the same command again: it continues from the checkpoint before, or gets the swarm's state"
         )
-    elif failure:
-        error = f"cut off from the run: {failure}; run the same command again to continue from {out}"
-    if error:
-        raise trainer.ranks.once(TransientError(error))
-    return TrainingEnd(reason, last.loss if last and is_merged else None)
+    return f"cut off from the run: {failure}; run the same command again to continue from {out}" if failure else ""
 
 
 def _steps_to_the_end(

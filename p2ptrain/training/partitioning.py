@@ -115,9 +115,7 @@ def iid_partition(bounds: NDArray[np.int64], num_shares: int, *, seed: int) -> P
     return _dealt(bounds, np.arange(len(bounds) - 1) % num_shares, num_shares, seed)
 
 
-def unbalanced_partition(
-    bounds: NDArray[np.int64], num_shares: int, *, seed: int, largest_to_smallest: float = LARGEST_TO_SMALLEST
-) -> Partition:
+def unbalanced_partition(bounds: NDArray[np.int64], num_shares: int, *, seed: int) -> Partition:
     """Deal the blocks at random, with sizes in geometric proportion; share 0 is the largest.
 
     The sizes differ as those of clusters do, but the contents do not, so the two effects can be measured separately.
@@ -128,7 +126,7 @@ def unbalanced_partition(
     """
     check_enough_blocks(bounds, num_shares)
     blocks = len(bounds) - 1
-    proportions = largest_to_smallest ** -(np.arange(num_shares) / max(1, num_shares - 1))
+    proportions = LARGEST_TO_SMALLEST ** -(np.arange(num_shares) / max(1, num_shares - 1))
     proportions /= proportions.sum()
     ends = np.floor(np.cumsum(proportions) * blocks + 0.5).astype(np.int64)
     counts = np.diff(ends, prepend=0)

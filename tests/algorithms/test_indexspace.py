@@ -1,4 +1,5 @@
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from p2ptrain.algorithms import joined_tensors
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
-from p2ptrain.algorithms.mixing import Mixing, mix_clipped
+from p2ptrain.algorithms.mixing import Mixing
+from p2ptrain.algorithms.transfers import FlatAtOnce
 
 # Full blocks only, a short tail, a scalar, nothing at all, less than a block, and a stack of tails.
 SHAPES = [(4, 64), (5, 13), (), (0, 7), (3,), (2, 3, 5, 7)]
@@ -104,7 +106,7 @@ def test_every_operation_agrees_with_the_plain_flat_vector(layout, dtype: torch.
     received = randn(plan)
     expected = before.clone()
     expected[plan.blocks] += 0.25 * (received - expected[plan.blocks])
-    mix_clipped(view, plan, received, 0.25, None)
+    Mixing(view, plan, received).mix(0.25, math.inf)
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-6)
     mask = flatten([torch.ones(shape) for shape in SHAPES])
     torch.testing.assert_close(flatten(tensors), expected * mask, rtol=tolerance, atol=tolerance)
@@ -116,11 +118,11 @@ def test_every_operation_agrees_with_the_plain_flat_vector(layout, dtype: torch.
 
     change = torch.randn(before.shape, generator=torch.Generator().manual_seed(2))
     exact = [t.detach().clone().double() for t in tensors]
-    view.add(change)
+    FlatAtOnce(view).land(change, adds=True).finish()
     sums = [(t + c).to(dtype) for t, c in zip(exact, unflatten(change), strict=True)]
     torch.testing.assert_close(flatten(tensors), flatten(sums), rtol=tolerance, atol=tolerance)
 
-    view.write(before)
+    FlatAtOnce(view).land(before, adds=False).finish()
     assert torch.equal(flatten(tensors), before)
     assert [tensor.data_ptr() for tensor in tensors] == pointers
 
@@ -139,7 +141,7 @@ def test_blocks_outside_the_plan_keep_their_bits() -> None:
     view = make_view(tensors)
     plan = some_plan(view)
     before = flatten(tensors)
-    mix_clipped(view, plan, randn(plan), 0.5, None)
+    Mixing(view, plan, randn(plan)).mix(0.5, math.inf)
     others = np.setdiff1d(np.arange(view.space.num_blocks), plan.blocks)
     assert torch.equal(flatten(tensors)[others], before[others])
     assert not torch.equal(flatten(tensors)[plan.blocks], before[plan.blocks])
@@ -151,7 +153,7 @@ def test_mix_takes_a_weight_for_each_block() -> None:
     plan = some_plan(view)
     before, received = view.gather(plan), randn(plan)
     weight = torch.linspace(0, 1, len(plan.blocks))[:, None]
-    mix_clipped(view, plan, received, weight, None)
+    Mixing(view, plan, received).mix(weight, math.inf)
     after = view.gather(plan)
     assert torch.equal(after[0], before[0])
     full = after[-1] != 0
@@ -166,7 +168,7 @@ def test_a_gather_is_a_copy_and_repeats_itself() -> None:
     first = view.gather(plan)
     assert torch.equal(view.gather(plan), first)
     kept = first.clone()
-    mix_clipped(view, plan, randn(plan), 0.5, None)
+    Mixing(view, plan, randn(plan)).mix(0.5, math.inf)
     assert torch.equal(first, kept)
 
 
@@ -177,8 +179,8 @@ def test_mixing_both_ways_keeps_the_mean_exactly() -> None:
     plan = some_plan(our_view)
     total = flatten(ours) + flatten(theirs)
     our_blocks, their_blocks = our_view.gather(plan), their_view.gather(plan)
-    mix_clipped(our_view, plan, their_blocks, 0.5, None)
-    mix_clipped(their_view, plan, our_blocks, 0.5, None)
+    Mixing(our_view, plan, their_blocks).mix(0.5, math.inf)
+    Mixing(their_view, plan, our_blocks).mix(0.5, math.inf)
     assert torch.equal(flatten(ours) + flatten(theirs), total)
     assert torch.equal(our_view.gather(plan), their_view.gather(plan))
 
@@ -187,14 +189,14 @@ def test_an_empty_plan_does_nothing() -> None:
     view = make_view(make_tensors())
     plan = view.space.plan(np.array([], np.int64))
     assert view.gather(plan).shape == (0, BLOCK)
-    assert mix_clipped(view, plan, torch.zeros(0, BLOCK), 0.5, 1.0) == 0.0
+    assert Mixing(view, plan, torch.zeros(0, BLOCK)).mix(0.5, 1.0) == 0.0
 
 
 def test_an_optimizer_made_earlier_keeps_working() -> None:
     parameter = torch.nn.Parameter(torch.ones(70))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     view = make_view([parameter])
-    view.write(torch.full((2, BLOCK), 3.0))
+    FlatAtOnce(view).land(torch.full((2, BLOCK), 3.0), adds=False).finish()
     (parameter.sum() * 2).backward()
     optimizer.step()
     assert parameter.detach().tolist() == [1.0] * 70
@@ -219,7 +221,7 @@ def test_gather_and_mix_agree_with_the_flat_vector_for_any_shapes(shapes, data) 
     chosen = data.draw(st.sets(st.integers(0, max(0, view.space.num_blocks - 1)), max_size=view.space.num_blocks))
     plan = view.space.plan(data.draw(st.permutations(sorted(chosen))))
     assert torch.equal(view.gather(plan), flat[plan.blocks])
-    mix_clipped(view, plan, -flat[plan.blocks], 0.5, None)
+    Mixing(view, plan, -flat[plan.blocks]).mix(0.5, math.inf)
     flat[plan.blocks] = 0
     assert torch.equal(flatten(tensors), flat)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -182,7 +183,7 @@ def test_fragments_are_gathered_compared_and_mixed_alike(
         view = ParameterView(space, tensors)
         gathered = view.gather(plan).numpy().tobytes()
         mixing = Mixing(view, plan, received)
-        rms = mixing.mix(weight, None)
+        rms = mixing.mix(weight, math.inf)
         mixed = b"".join(tensor.numpy().tobytes() for tensor in tensors)
         view.scatter(plan, received)
         return repr((mixing.own_rms, rms)).encode() + gathered + mixed + view.gather(plan).numpy().tobytes()

@@ -9,35 +9,36 @@ import pytest
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.mixing import Mixing, mix_clipped
+from p2ptrain.algorithms.mixing import Mixing
 from tests.algorithms.test_indexspace import SHAPES, flatten, make_tensors, make_view, randn, some_plan
 
 
-def test_mix_clipped_measures_the_difference_and_mixes_below_the_limit() -> None:
+def test_mixing_measures_the_difference_and_mixes_below_the_limit() -> None:
     clipped, plain = make_view(make_tensors()), make_view(make_tensors())
     plan = some_plan(clipped)
     own, received = clipped.gather(plan), randn(plan)
     mask = flatten([torch.ones(shape) for shape in SHAPES])[plan.blocks].bool()
     expected = float((received - own)[mask].double().square().mean().sqrt())
     assert Mixing(clipped, plan, received).own_rms == pytest.approx(float(own[mask].double().square().mean().sqrt()))
-    assert mix_clipped(clipped, plan, received, 0.5, expected * 1.01) == pytest.approx(expected)
-    mix_clipped(plain, plan, received, 0.5, None)
+    assert Mixing(clipped, plan, received).mix(0.5, expected * 1.01) == pytest.approx(expected)
+    Mixing(plain, plan, received).mix(0.5, math.inf)
     assert torch.equal(clipped.gather(plan), plain.gather(plan))
     torch.testing.assert_close(clipped.gather(plan), mask * (own + received) / 2)
 
 
 @pytest.mark.parametrize(
-    ("poison", "max_rms"), [(0.0, 1e-3), (torch.nan, None), (torch.inf, None), (-torch.inf, 1e9), (3e38, None)]
+    ("poison", "max_rms"),
+    [(0.0, 1e-3), (torch.nan, math.inf), (torch.inf, math.inf), (-torch.inf, 1e9), (3e38, math.inf)],
 )
-def test_mix_clipped_changes_nothing_beyond_the_limit(poison: float, max_rms: float | None) -> None:
+def test_mixing_changes_nothing_beyond_the_limit(poison: float, max_rms: float) -> None:
     """3e38 is finite, but its square is not, so the difference has no finite rms and is not mixed."""
     tensors = make_tensors()
     view = make_view(tensors)
     plan = some_plan(view)
     before, received = flatten(tensors), randn(plan)
     received[1, 3] += poison
-    rms = mix_clipped(view, plan, received, 0.5, max_rms)
-    assert not rms <= (1e-3 if max_rms is None else max_rms)
+    rms = Mixing(view, plan, received).mix(0.5, max_rms)
+    assert rms > max_rms or not math.isfinite(rms)
     assert torch.equal(flatten(tensors), before)
 
 
@@ -47,7 +48,9 @@ def test_padding_is_neither_measured_nor_written() -> None:
     received = randn(plan)
     padding = flatten([torch.ones(shape) for shape in SHAPES]) == 0
     spoilt = received.masked_fill(padding, 1e6)
-    assert mix_clipped(dirty, plan, spoilt, 0.5, None) == pytest.approx(mix_clipped(clean, plan, received, 0.5, None))
+    assert Mixing(dirty, plan, spoilt).mix(0.5, math.inf) == pytest.approx(
+        Mixing(clean, plan, received).mix(0.5, math.inf)
+    )
     assert torch.equal(dirty.gather(plan), clean.gather(plan))
     assert torch.equal(dirty.gather(plan)[padding], torch.zeros(int(padding.sum())))
 
@@ -75,14 +78,14 @@ def test_rows_that_do_not_lie_in_memory_as_they_read_are_refused(received: torch
 def test_weights_may_lie_anyhow(weight: torch.Tensor) -> None:
     tensors = [torch.zeros(4, BLOCK)]
     view = make_view(tensors)
-    mix_clipped(view, view.space.plan(range(4)), torch.ones(4, BLOCK), weight, None)
+    Mixing(view, view.space.plan(range(4)), torch.ones(4, BLOCK)).mix(weight, math.inf)
     assert torch.equal(tensors[0], torch.full((4, BLOCK), 0.25))
 
 
 def test_a_limit_that_is_not_a_number_mixes_nothing() -> None:
     tensors = [torch.zeros(4, BLOCK)]
     view = make_view(tensors)
-    mix_clipped(view, view.space.plan([1]), torch.ones(1, BLOCK), 0.5, math.nan)
+    Mixing(view, view.space.plan([1]), torch.ones(1, BLOCK)).mix(0.5, math.nan)
     assert not tensors[0].any()
 
 
@@ -92,6 +95,6 @@ def test_padding_that_is_not_zero_costs_one_copy(monkeypatch: pytest.MonkeyPatch
     plan = view.space.plan(range(view.space.num_blocks))
     received, clone, copies = torch.ones(len(plan.blocks), BLOCK), torch.Tensor.clone, list[int]()
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: copies.append(tensor.numel()) or clone(tensor))
-    mix_clipped(view, plan, received, 1.0, None)
+    Mixing(view, plan, received).mix(1.0, math.inf)
     assert copies == [received.numel()]
     assert all(torch.equal(tensor, torch.ones(70)) for tensor in view.tensors)

@@ -10,7 +10,7 @@ from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.metrics import disagreement
-from p2ptrain.algorithms.mixing import mix_clipped
+from p2ptrain.algorithms.mixing import Mixing
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
 
 
@@ -33,8 +33,8 @@ def push_one_step(peers: list[ParameterView], blocks: np.ndarray, partners: np.n
     for data, partner in zip(sent, partners, strict=True):
         weight = merge_weights(merged[partner], plan.blocks)
         received = torch.from_numpy(wire.decode(data, len(plan.blocks)))
-        mix_clipped(
-            peers[partner], plan, received, weight if isinstance(weight, float) else torch.from_numpy(weight), None
+        Mixing(peers[partner], plan, received).mix(
+            weight if isinstance(weight, float) else torch.from_numpy(weight), math.inf
         )
         merged[partner].append(plan.blocks)
 
@@ -64,8 +64,8 @@ def test_fragments_on_one_slot_and_the_own_weights_count_equally(fragments: int)
     merged: list[np.ndarray] = []
     for sender in senders:
         weight = merge_weights(merged, plan.blocks)
-        mix_clipped(
-            receiver, plan, sender.gather(plan), weight if isinstance(weight, float) else torch.from_numpy(weight), None
+        Mixing(receiver, plan, sender.gather(plan)).mix(
+            weight if isinstance(weight, float) else torch.from_numpy(weight), math.inf
         )
         merged.append(plan.blocks)
     np.testing.assert_allclose(receiver.gather(plan).numpy(), expected, rtol=1e-5, atol=1e-6)
@@ -97,7 +97,7 @@ def test_equal_peers_stay_equal_but_for_the_codec() -> None:
     first, second = make_peers(1, 10) + make_peers(1, 10)
     plan = first.space.plan(np.arange(10))
     before = first.gather(plan)
-    mix_clipped(first, plan, second.gather(plan), 0.5, None)
+    Mixing(first, plan, second.gather(plan)).mix(0.5, math.inf)
     assert torch.equal(first.gather(plan), before)
     push_one_step([first, second], plan.blocks, np.array([1, 0]))
     step = before.abs().amax(dim=1, keepdim=True) / 126

@@ -220,7 +220,9 @@ def test_a_saved_run_goes_on_without_a_question(
 
 def test_new_starts_a_run_without_looking(network: list[Announcement], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2ptrain.cli.join.choose_nearby", lambda *given: pytest.fail("looked"))
-    monkeypatch.setattr("p2ptrain.training.join.join_run", lambda settings, source, **given: print(joined(settings)))
+    monkeypatch.setattr(
+        "p2ptrain.training.join.join_run", lambda settings, source, device, **given: print(joined(settings))
+    )
     assert run("join", "--new", "--plain").stdout == f"{TO_NONE}\n"
     result = run("join", "--new", *("--initial-peers", NOVELS.addresses[0]))
     assert isinstance(result.exception, ConfigError)

@@ -15,7 +15,7 @@ from p2ptrain.cli.main import cli
 from p2ptrain.demo import demo
 from p2ptrain.demo.orchestrator import peer_directory
 from p2ptrain.demo.plan import DemoPlan, make_plan
-from p2ptrain.demo.plot import save_plot, smooth
+from p2ptrain.demo.plot import GROUPS, save_plot, smooth
 from p2ptrain.demo.report import Results, format_report, measure
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.table import merge
@@ -83,10 +83,11 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_smoothing_keeps_the_mean() -> None:
-    points = [(float(n), float(n % 7)) for n in range(700)]
-    smoothed = smooth(points, groups=70)
-    assert len(smoothed) == 70
-    assert sum(loss for _, loss in smoothed) / 70 == pytest.approx(3.0)
+    points = [(float(n), float(n % 7)) for n in range(14 * GROUPS)]
+    smoothed = smooth(points)
+    assert len(smoothed) == GROUPS
+    assert sum(loss for _, loss in smoothed) / GROUPS == pytest.approx(3.0)
+    assert len(smooth(points[:700])) == 70
     assert smooth([(1.0, 2.0)]) == [(1.0, 2.0)]
     assert smooth([]) == []
 

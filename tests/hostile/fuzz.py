@@ -246,7 +246,7 @@ def replay(seed: int = 0) -> int:
         async with attacked(as_member=seed % 2 == 1, seed=seed) as (s, liar, _):
             for path in findings:
                 for name in NAMES:
-                    frame = path.read_bytes().replace(LINEAGE, s.peers["a"].node.engine.head.lineage.encode())
+                    frame = path.read_bytes().replace(LINEAGE, s.peers["a"].node.driver.head.lineage.encode())
                     data = bytes([WIRE_VERSION]) + frame[1:]  # a finding may be older than the version
                     await liar.send(name, data)
                     await trio.sleep(EVERY_S)

@@ -111,7 +111,7 @@ async def recovered(s: Swarm) -> None:
     gone = trio.current_time()
 
     def together() -> bool:
-        heads = {p.node.engine.head.state_hash for p in s.peers.values()}
+        heads = {p.node.driver.head.state_hash for p in s.peers.values()}
         return len(heads) == 1 and all(
             any(r["t"] > gone and len(r["contributors"]) == len(NAMES) for r in p.rounds("committed"))
             for p in s.peers.values()
@@ -155,7 +155,7 @@ def facts(s: Swarm) -> Facts:
     """What anybody linked to the swarm knows."""
     node = s.peers["a"].node
     slots = node._gossip._num_slots if node._gossip is not None else 0
-    return Facts(node.engine.head, (*NAMES, "x"), slots)
+    return Facts(node.driver.head, (*NAMES, "x"), slots)
 
 
 def forgive(s: Swarm, liar: Liar) -> None:

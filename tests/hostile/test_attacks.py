@@ -22,9 +22,9 @@ ATTACK_S = 7.0
 
 
 def known(s: Swarm) -> Known:
-    engine = s.peers["a"].node.engine
-    assert engine.history.genesis is not None
-    return Known(s.run, s.peers["a"].exchange.space.num_blocks, engine.head, engine.history.genesis)
+    driver = s.peers["a"].node.driver
+    assert driver.history.genesis is not None
+    return Known(s.run, s.peers["a"].exchange.space.num_blocks, driver.head, driver.history.genesis)
 
 
 async def attack_all(attack: Attack, s: Swarm, liar: Liar) -> None:
@@ -50,10 +50,10 @@ def test_honest_peers_train_on(attack: Attack, as_member: bool) -> None:
 
     async def main() -> None:
         async with attacked(as_member=as_member) as (s, liar, _):
-            lineage = s.peers["a"].node.engine.head.lineage
+            lineage = s.peers["a"].node.driver.head.lineage
             await attack_all(attack, s, liar)
             assert liar.sent > 10
-            assert {s.peers[name].node.engine.head.lineage for name in NAMES} == {lineage}
+            assert {s.peers[name].node.driver.head.lineage for name in NAMES} == {lineage}
             check_sizes(s, sizes)
 
     run_virtual(main)

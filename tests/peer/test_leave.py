@@ -54,7 +54,7 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
             seen.append("left")
             leave(reason)
 
-        monkeypatch.setattr(node.engine.context.liveness, "is_anyone_behind", is_anyone_behind)
+        monkeypatch.setattr(node.driver.context.liveness, "is_anyone_behind", is_anyone_behind)
         monkeypatch.setattr(node, "leave", note_leave)
         peer._exchange.finished = finished
         peer.leave()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from p2ptrain.algorithms.transfers import FlatInPieces, FragmentsAtOnce
+from p2ptrain.algorithms.transfers import FlatAtOnce, FlatInPieces, FragmentsAtOnce
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.peer.model_layout import ModelParts
 
@@ -67,7 +67,7 @@ def test_every_floating_point_type_is_read_and_written(dtype: torch.dtype) -> No
     flat = torch.zeros(parts.space.num_blocks, 64)
     view.read(flat)
     assert torch.equal(parts.unflatten(flat)["0.weight"], model[0].weight.float())
-    view.write(torch.full_like(flat, 0.5))
+    FlatAtOnce(view).land(torch.full_like(flat, 0.5), adds=False).finish()
     assert all((parameter == 0.5).all() and parameter.dtype == dtype for parameter in model.parameters())
 
 
@@ -90,7 +90,7 @@ def test_parameters_may_be_of_several_types_and_lie_anyhow_in_memory() -> None:
     named = parts.unflatten(flat)
     for name, parameter in model.named_parameters():
         assert torch.equal(named[name], parameter.detach().float())
-    view.add(torch.ones_like(flat))
+    FlatAtOnce(view).land(torch.ones_like(flat), adds=True).finish()
     assert torch.equal(model[0], torch.arange(70.0).reshape(10, 7).t() + 1)
     assert model[3] == 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
-from p2ptrain.algorithms.mixing import mix_clipped
+from p2ptrain.algorithms.mixing import Mixing
 from p2ptrain.algorithms.row_shards import row_range
+from p2ptrain.algorithms.transfers import FlatAtOnce
 from p2ptrain.errors import PeerLostError
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharded_view import ShardedView
@@ -42,14 +44,14 @@ def use(view: ParameterView | ShardedView) -> list[torch.Tensor]:
     received = torch.randn(len(PLAN.blocks), 64, generator=generator)
     flat = torch.randn(SPACE.num_blocks, 64, generator=generator)
     read = [view.gather(PLAN)]
-    mixed = mix_clipped(view, PLAN, received, torch.full((len(received), 1), 0.25), None)
-    clipped = mix_clipped(view, PLAN, 100 * received, 0.5, 1.0)
+    mixed = Mixing(view, PLAN, received).mix(torch.full((len(received), 1), 0.25), math.inf)
+    clipped = Mixing(view, PLAN, 100 * received).mix(0.5, 1.0)
     read.append(torch.tensor([mixed, clipped], dtype=torch.float64))
-    mix_clipped(view, PLAN, received, 0.5, None)
-    view.add(flat)
+    Mixing(view, PLAN, received).mix(0.5, math.inf)
+    FlatAtOnce(view).land(flat, adds=True).finish()
     read.append(torch.full((SPACE.num_blocks, 64), torch.nan))
     view.read(read[-1])
-    view.write(0.3 * flat)
+    FlatAtOnce(view).land(0.3 * flat, adds=False).finish()
     view.scatter(SPACE.plan([0, 1]), received[:2])
     read.append(torch.full((SPACE.num_blocks, 64), torch.nan))
     view.read(read[-1])
@@ -82,7 +84,7 @@ CALLS: list[Callable[[ShardedView], object]] = [
     lambda view: view.gather(PLAN),
     lambda view: view.scatter(PLAN, torch.zeros(len(PLAN.blocks), 64)),
     lambda view: view.read(torch.zeros(SPACE.num_blocks, 64)),
-    lambda view: view.add(torch.zeros(SPACE.num_blocks, 64)),
+    lambda view: FlatAtOnce(view).land(torch.zeros(SPACE.num_blocks, 64), adds=True).finish(),
 ]
 
 

@@ -135,7 +135,7 @@ def play(storm: Storm) -> Swarm:
                 ),
                 within_s=CALM_S,
             )
-            assert len({p.current.engine.head.lineage for p in s.peers.values()}) == 1
+            assert len({p.current.driver.head.lineage for p in s.peers.values()}) == 1
             if not storm.gossip:
                 assert witness.check_values() > 0
 

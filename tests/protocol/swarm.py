@@ -240,7 +240,7 @@ class Swarm:
                 await trio.sleep(0.05)
             return
         lines = [
-            f"{p.peer_id}: {p.current.status}, head {p.current.engine.head.lineage}/{p.current.engine.head.round}, "
+            f"{p.peer_id}: {p.current.status}, head {p.current.driver.head.lineage}/{p.current.driver.head.round}, "
             f"linked {sorted(p.current.links.live)}"
             for p in self.peers.values()
         ]
@@ -295,7 +295,7 @@ class Witness:
             receive(event)
 
         def round_ended(report: RoundReport) -> None:
-            record = node.engine.head.record
+            record = node.driver.head.record
             if report.status != "skipped" and record is not None:
                 self.anchors[(report.lineage, report.round, peer.peer_id)] = node.state.anchor.copy()
                 self.momenta[(report.lineage, report.round)] = node.state.moments[0].copy()

@@ -79,7 +79,7 @@ class Peer:
         )  # fmt: skip
         self.exchange.epoch = Epoch("L", 3)
         links: Any = SimpleNamespace(get=self.mailboxes.get, peer_timeout_s=30.0)
-        host: Any = SimpleNamespace(trainers=lambda: list(self.mailboxes))
+        host: Any = SimpleNamespace(lineage_peers=lambda: list(self.mailboxes))
         errors = ErrorLog(logging.getLogger("test"))
         prover: Any = None  # gossip proves nothing
         context = RoundContext(
@@ -477,15 +477,15 @@ def test_a_joiner_merges_at_once_and_is_merged_after_its_first_round() -> None:
             await s.until(lambda: all(len(peer.rounds("committed")) >= 2 for peer in s.peers.values()))
             joiner = s.start("c")
             await s.until(joiner.node.ready.is_set)
-            assert not joiner.node.engine.context.recent.admits("c")
+            assert not joiner.node.driver.context.recent.admits("c")
             merged = 0
-            while not joiner.node.engine.context.recent.admits("c"):
+            while not joiner.node.driver.context.recent.admits("c"):
                 assert joiner.node.links.counters.fragments_sent == 0
                 merged += sum(report.merged for report in joiner.reports)
                 joiner.reports.clear()
                 await trio.sleep(0.01)
             assert merged > 0
-            record = joiner.node.engine.head.record
+            record = joiner.node.driver.head.record
             assert record is not None
             assert "c" in {contributor.peer_id for contributor in record.contributors}
             await s.until(lambda: joiner.node.links.counters.fragments_sent > 20, within_s=10)
@@ -718,7 +718,7 @@ def test_a_member_that_floods_with_lies_moves_no_weights_and_loses_its_links(
                 nursery.cancel_scope.cancel()
             ended = sum("100 times in a row" in line for line in caplog.messages)
             assert ended >= 3
-            before = s.peers["a"].node.engine.head.round
+            before = s.peers["a"].node.driver.head.round
             await s.until(lambda: common(s, before + 3, 3), within_s=60)
 
     caplog.set_level(logging.INFO)

@@ -51,7 +51,7 @@ class Babbler:
         self._rng = random.Random(seed)
 
     def _head(self) -> Head:
-        return self._rng.choice(sorted(self._swarm.peers.items()))[1].node.engine.head
+        return self._rng.choice(sorted(self._swarm.peers.items()))[1].node.driver.head
 
     def make(self, kind: type[Any], name: str = "") -> Any:
         rng, head = self._rng, self._head()
@@ -62,7 +62,7 @@ class Babbler:
         if name == "parent_hash" and rng.random() < 0.8:
             return head.state_hash
         if kind is Attempt and rng.random() < 0.8:
-            promised = self._swarm.peers["a"].node.engine.round_state.acceptor.promised
+            promised = self._swarm.peers["a"].node.driver.round_state.acceptor.promised
             leader = rng.choice(["x", "x", *NAMES])
             return Attempt(promised.counter + rng.choice([0, 1, 5]), leader, f"{leader}.1")
         if kind is Record and head.record is not None and rng.random() < 0.3:
@@ -139,6 +139,6 @@ def test_a_member_that_says_anything_at_all(seed: int) -> None:
                 ),
                 within_s=400,
             )
-            assert len({p.node.engine.head.state_hash for p in s.peers.values()}) <= 2
+            assert len({p.node.driver.head.state_hash for p in s.peers.values()}) <= 2
 
     run_virtual(main, seed)

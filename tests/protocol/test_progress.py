@@ -59,7 +59,7 @@ async def together(s: Swarm, within_s: float) -> None:
         ),
         within_s=within_s,
     )
-    assert len({p.current.engine.head.lineage for p in s.peers.values()}) == 1
+    assert len({p.current.driver.head.lineage for p in s.peers.values()}) == 1
 
 
 def majority(names: str, *, lowest: bool) -> str:
@@ -166,10 +166,10 @@ def test_two_lineages_of_any_strength_become_one(apart: str, rate: float) -> Non
             await started(s, names, FAST_S)
             s.network.partition(*map(list, sides))
             for side in sides:
-                engine = s.peers[side[0]].current.engine
-                engine.found_lineage(engine.head, engine.history, "a test")
+                driver = s.peers[side[0]].current.driver
+                driver.found_lineage(driver.head, driver.history, "a test")
             await trio.sleep(12.0)
-            assert len({s.peers[side[0]].current.engine.head.lineage for side in sides}) == 2
+            assert len({s.peers[side[0]].current.driver.head.lineage for side in sides}) == 2
             for name in names:
                 s.network.narrow(name, rate)
             s.network.partition()
@@ -196,7 +196,7 @@ def test_a_founder_that_is_restarted_before_the_first_round_does_not_start_a_sec
             await trio.sleep(after_s)
             fail(s, names[0])
             await together(s, limit_s(5.0))
-            assert len({p.current.engine.head.genesis for p in s.peers.values()}) == 1
+            assert len({p.current.driver.head.genesis for p in s.peers.values()}) == 1
 
     run_virtual(main)
 
@@ -207,12 +207,12 @@ def test_a_newcomer_of_a_lower_id_waits_for_a_peer_that_goes_on_from_its_state()
     async def main() -> None:
         async with swarm(PLAIN, shapes=SHAPES) as s:
             await started(s, "bc", 0.5)
-            genesis = s.peers["b"].current.engine.head.genesis
+            genesis = s.peers["b"].current.driver.head.genesis
             fail(s, "bc")
             await trio.sleep(0.1)
             s.start("a", step_s=0.5 / s.run.sync_every, restarts=True)
             await together(s, limit_s(0.5))
-            assert {p.current.engine.head.genesis for p in s.peers.values()} == {genesis}
+            assert {p.current.driver.head.genesis for p in s.peers.values()} == {genesis}
 
     run_virtual(main)
 
@@ -252,11 +252,11 @@ def test_a_partner_that_was_refused_in_its_own_lineage_is_followed_in_ours() -> 
             assert beat is not None
             link.beat = msgspec.structs.replace(beat, lineage="9-" + "0" * 16)
             for _ in range(3):
-                a.engine.ignore_claims(link, 40.0)
-            assert not a.engine.may_follow(link)
-            link.beat = msgspec.structs.replace(beat, round=a.engine.head.round + 5)
-            assert a.engine.may_follow(link)
-            assert b.engine.head.lineage == a.engine.head.lineage
+                a.driver.ignore_claims(link, 40.0)
+            assert not a.driver.may_follow(link)
+            link.beat = msgspec.structs.replace(beat, round=a.driver.head.round + 5)
+            assert a.driver.may_follow(link)
+            assert b.driver.head.lineage == a.driver.head.lineage
 
     run_virtual(main)
 

@@ -29,7 +29,7 @@ def adoptions(peer: TestPeer) -> list[str]:
 
 
 def lineages(s: Swarm) -> set[str]:
-    return {peer.node.engine.head.lineage for peer in s.peers.values()}
+    return {peer.node.driver.head.lineage for peer in s.peers.values()}
 
 
 async def all_commit(s: Swarm, *, within_s: float) -> None:

@@ -75,7 +75,7 @@ def test_rank_0_says_that_another_was_lost_after_training(monkeypatch: pytest.Mo
     settings = merge({"run_id": "r", "out": str(tmp_path / "out"), "device": "cpu", "data": str(text)}, {})
     lines: list[str] = []
     with pytest.raises(TransientError, match=LOST):
-        join.join_run(settings, join.check_local(settings), say=lines.append, on_progress=lambda progress: None)
+        join.join_run(settings, *join.check_local(settings), say=lines.append, on_progress=lambda progress: None)
     assert lines[-1].startswith("finished at step 0")
 
 

@@ -60,7 +60,7 @@ def _join(*, environ: dict[str, str] | None = None, **given: str) -> list[str]:
     settings = merge(
         {name: (text,) if name == "initial_peers" else text for name, text in flags.items()}, environ or {}
     )
-    join_run(settings, check_local(settings), say=lines.append, on_progress=lambda progress: None)
+    join_run(settings, *check_local(settings), say=lines.append, on_progress=lambda progress: None)
     # The runs here are short on purpose.
     return [line for line in lines if not (line.startswith("warning: ") and line.endswith("or more --steps"))]
 

@@ -39,7 +39,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.dashboard.page_state import PageState
 from p2ptrain.monitor.dashboard.snapshot import RANGES
-from p2ptrain.network.socket_stream import close_everywhere
+from p2ptrain.network.process_lifetime import close_everywhere
 from p2ptrain.settings.peer_config import PageConfig
 
 STATIC = Path(__file__).parent / "static"

@@ -63,7 +63,6 @@ class Sighting:
         left: whether the member left the run on purpose.
         status: its activity, as it reports it.
         step, round, lineage: its position.
-        speed: inner steps per second.
         rtt_s: round-trip time; 0 if unknown.
         trouble: why its events are not shown; empty if they are.
         relayed: as `MemberInfo.relayed`.
@@ -76,7 +75,6 @@ class Sighting:
     step: int = 0
     round: int = -1
     lineage: str = ""
-    speed: float = 0.0
     rtt_s: float = 0.0
     trouble: str = ""
     relayed: Mapping[PeerId, PeerId] = field(default_factory=dict)
@@ -196,7 +194,6 @@ class Observer:
                 beat.step,
                 beat.round,
                 beat.lineage,
-                beat.speed,
                 link.flow.rtt_s,
                 watched.trouble,
                 watched.relayed,

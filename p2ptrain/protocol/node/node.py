@@ -119,18 +119,18 @@ class Node:
             host=self,
             swarm_size=lambda: self.membership.size.estimate if self.membership.is_large else 0.0,
         )
-        engine = self.engine = RoundDriver(context, rng)
+        driver = self.driver = RoundDriver(context, rng)
         self._interval = IntervalWatch(config.sync_every)
         rounds = RoundPeers(
-            engine.is_candidate,
-            engine.may_be_candidate,
-            in_round=lambda: engine.round_state.member is not None or engine.committer.resolving,
+            driver.is_candidate,
+            driver.may_be_candidate,
+            in_round=lambda: driver.round_state.member is not None or driver.committer.resolving,
         )
         self.membership = Membership(
             self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rounds
         )
         joining = Joining(
-            engine,
+            driver,
             self.membership,
             record=telemetry.write,
             load_buffers=buffers.load,
@@ -140,14 +140,14 @@ class Node:
             pins=policy.pins,
         )
         self.state_sync = StateSync(
-            engine, joining, record=telemetry.write, may_found=start.may_found, rng=rng, pins=policy.pins
+            driver, joining, record=telemetry.write, may_found=start.may_found, rng=rng, pins=policy.pins
         )
         self._pace = PushPace(policy.gossip_budget)
         self._gossip: Gossip | None = None
         if config.fragment_fraction > 0:
             self._gossip = Gossip(context, rng, lambda peer_id: context.recent.admits(peer_id), self._pace)
-        self.pairwise = Pairwise(engine, rng, telemetry.write, self.membership) if config.is_pairwise else None
-        self._server = RequestServer(engine, self.pairwise, buffers.read, telemetry.event_log, run.tokenizer)
+        self.pairwise = Pairwise(driver, rng, telemetry.write, self.membership) if config.is_pairwise else None
+        self._server = RequestServer(driver, self.pairwise, buffers.read, telemetry.event_log, run.tokenizer)
         self._leaving = False
         self._nursery: trio.Nursery | None = None
 
@@ -164,13 +164,13 @@ class Node:
                 nursery.start_soon(self.membership.run_forever)
                 await self.state_sync.joining.establish()
                 self.membership.settle()
-                await nursery.start(self.engine.run_forever)
+                await nursery.start(self.driver.run_forever)
                 if self.pairwise is not None:
                     await self.pairwise.begin()
                     nursery.start_soon(self.pairwise.run_forever)
                 if self._gossip is not None:
                     nursery.start_soon(self._gossip.run_forever)
-                nursery.start_soon(record_fragments, self.engine.context, self._pace, self._events)
+                nursery.start_soon(record_fragments, self.driver.context, self._pace, self._events)
                 nursery.start_soon(self.state_sync.keep_up)
                 self.ready.set()
         finally:
@@ -180,15 +180,15 @@ class Node:
         """Pass on an event of the training thread."""
         match event:
             case RoundDue():
-                self.engine.changed()
+                self.driver.changed()
             case SnapshotTaken(wanted, snapshot) if wanted.for_pair:
                 assert self.pairwise is not None
                 self.pairwise.take_snapshot(snapshot)
             case SnapshotTaken(_, snapshot):
-                self.engine.take_snapshot(snapshot)
+                self.driver.take_snapshot(snapshot)
             case LandingDone(landing, held_s):
                 try:
-                    self.engine.committer.landed(landing, held_s)
+                    self.driver.committer.landed(landing, held_s)
                 except Exception as error:
                     self._fail(error)
                     raise
@@ -211,7 +211,7 @@ class Node:
         """Tell all peers that we leave. They close the links."""
         self._leaving = True
         self.membership.stop()
-        self.engine.leave()
+        self.driver.leave()
         for link in self.links.live.values():
             link.send(messages.Leave(reason))
 
@@ -220,7 +220,7 @@ class Node:
         """What this peer is doing now, as text."""
         if not self.ready.is_set():
             return self.state_sync.joining.status
-        return (self.pairwise.status if self.pairwise is not None else "") or self.engine.status
+        return (self.pairwise.status if self.pairwise is not None else "") or self.driver.status
 
     @property
     def others(self) -> list[PeerStatus]:
@@ -232,20 +232,20 @@ class Node:
         """The addresses of the other live peers. For any thread."""
         return [maddr for link in self.links.trainers() for maddr in link.hello.maddrs]
 
-    def trainers(self) -> Sequence[PeerId]:
+    def lineage_peers(self) -> Sequence[PeerId]:
         """Live peers of our lineage that hold its state."""
-        lineage = self.engine.head.lineage
+        lineage = self.driver.head.lineage
         return [link.peer_id for link in self.links.trainers() if link.beat and link.beat.lineage == lineage != ""]
 
     async def stay(self) -> None:
         """After the run's last round, wait up to 10 s for linked peers that have not landed it and may need us."""
         with trio.move_on_after(STAY_S):
-            while self.engine.context.liveness.is_anyone_behind(self.engine.head.round):
+            while self.driver.context.liveness.is_anyone_behind(self.driver.head.round):
                 await trio.sleep(STAY_POLL_S)
 
     def joiners(self) -> Mapping[PeerId, int]:
         """Live peers that download our state or are about to, and how many rounds in a row came before each had it."""
-        head, now = self.engine.head, trio.current_time()
+        head, now = self.driver.head, trio.current_time()
 
         def is_joining(link: Link) -> bool:
             """Whether it is new, behind us or in another lineage, and asked for our state lately or may soon."""
@@ -280,7 +280,7 @@ class Node:
         return messages.Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, maddrs, offer)
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> messages.Beat:
-        head, step_s = self.engine.head, self._exchange.step_s
+        head, step_s = self.driver.head, self._exchange.step_s
         genesis = head.genesis or self.state_sync.joining.genesis
         named = BEAT_MEMBERS if len(self.links.live) <= LINKS_BEATEN else MANY_LINKS_MEMBERS
         return messages.Beat(
@@ -295,7 +295,7 @@ class Node:
             self.status[: messages.MAX_STATUS],
             min(messages.MAX_SPEED, 1 / step_s) if step_s else 0.0,
             self.membership.sample(named),
-            self.engine.context.liveness.reach(head),
+            self.driver.context.liveness.reach(head),
         )
 
     def on_link(self, link: Link) -> None:
@@ -303,8 +303,8 @@ class Node:
         if link.hello.role == TRAINER:
             logger.info("met %s", link.peer_id)
             self.met_others = True
-            self.engine.introduce(link)
-            self.engine.context.liveness.note_linked(link.peer_id)
+            self.driver.introduce(link)
+            self.driver.context.liveness.note_linked(link.peer_id)
             self.membership.welcome(link.peer_id, link.hello.maddrs, TRAINER)
             self._record_peers()
 
@@ -312,10 +312,10 @@ class Node:
         if link.hello.role != TRAINER:
             return
         if link.left:
-            self.engine.context.liveness.note_departed(link.peer_id)
+            self.driver.context.liveness.note_departed(link.peer_id)
         if not self._leaving:
             logger.info("lost %s: %s", link.peer_id, link.lost_reason)
-        self.engine.note_lost(link.peer_id)
+        self.driver.note_lost(link.peer_id)
         if self.pairwise is not None:
             self.pairwise.note_lost(link.peer_id)
         self._record_peers()
@@ -326,7 +326,7 @@ class Node:
                 assert self._nursery is not None
                 self._server.take(self._nursery, link, message)
             case messages.Leave():
-                self.engine.context.liveness.note_departed(link.peer_id)
+                self.driver.context.liveness.note_departed(link.peer_id)
                 self.membership.forget(link.peer_id)
             case messages.Hello() | messages.Challenge() | messages.Proof():
                 raise WireError("a second handshake")
@@ -334,7 +334,7 @@ class Node:
                 if payload:  # observers only send requests
                     raise WireError(f"{type(message).__name__} of an observer")
             case messages.Beat():
-                head = self.engine.head
+                head = self.driver.head
                 if message.lineage == head.lineage and message.round >= head.round:
                     link.joining_until_s, link.times_overtaken = -math.inf, 0  # it has our state
                 for peer_id, maddrs in message.members:
@@ -348,7 +348,7 @@ class Node:
                     await self._gossip.on_fragment(link, message, payload)
             case messages.Contribution() | messages.Mean():
                 if self.ready.is_set():
-                    self.engine.deliver(link.peer_id, message, payload)
+                    self.driver.deliver(link.peer_id, message, payload)
             case messages.PairOffer() | messages.PairAnswer() | messages.PairWeights():
                 if self.pairwise is None:
                     raise WireError(f"{type(message).__name__} in a run without pairwise steps")
@@ -374,7 +374,7 @@ class Node:
                 | messages.Accuse()
             ):
                 if self.ready.is_set():
-                    self.engine.deliver(link.peer_id, message)
+                    self.driver.deliver(link.peer_id, message)
             case _:
                 assert_never(message)
 

@@ -50,16 +50,16 @@ class RequestServer:
 
     def __init__(
         self,
-        engine: RoundDriver,
+        driver: RoundDriver,
         pairwise: Pairwise | None,
         buffers: Callable[[], bytes],
         event_log: EventLog,
         tokenizer: bytes,
     ) -> None:
-        self._engine = engine
+        self._driver = driver
         self._pairwise = pairwise
-        self._context = engine.context
-        self._state = StateServer(engine, buffers)
+        self._context = driver.context
+        self._state = StateServer(driver, buffers)
         self._event_log = event_log
         self._tokenizer = tokenizer
         self._pace = RateLimit(RATE_BYTES_S)
@@ -101,10 +101,10 @@ class RequestServer:
                 _delay_rounds_for(link, request)
                 await self._context.parts.serve(link, request)
             case "contribution":
-                await self._engine.committer.audits.serve(link, request)
+                await self._driver.committer.audits.serve(link, request)
             case "record":
                 _delay_rounds_for(link, request)
-                commit = self._engine.last_commit(request.subject, request.index)
+                commit = self._driver.last_commit(request.subject, request.index)
                 await self._send(link, request, messages.pack(commit) if commit else None)
             case _:
                 if request.what == "head":

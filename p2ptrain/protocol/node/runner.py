@@ -140,7 +140,7 @@ class NodeRunner:
         if not node.ready.is_set():
             return self._restored
         await self._compute(node.state.rehash)
-        if node.state.hashes.state != node.engine.head.state_hash:
+        if node.state.hashes.state != node.driver.head.state_hash:
             logger.error("the agreed state was left half changed: downloading it from the other peers")
             return None
-        return Restored(node.state, node.engine.head, self._exchange.run_step, node.engine.history, ours=True)
+        return Restored(node.state, node.driver.head, self._exchange.run_step, node.driver.history, ours=True)

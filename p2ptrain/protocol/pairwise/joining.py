@@ -152,7 +152,7 @@ def rows(index: int) -> slice:
 
 def linked_others(context: RoundContext) -> list[Link]:
     """The links to the live peers of our lineage that hold its state."""
-    links = (context.links.get(peer_id) for peer_id in context.host.trainers())
+    links = (context.links.get(peer_id) for peer_id in context.host.lineage_peers())
     return [link for link in links if link is not None]
 
 

@@ -77,10 +77,10 @@ class Pairwise:
     """
 
     def __init__(
-        self, engine: RoundDriver, rng: random.Random, record: Callable[..., None], membership: Membership
+        self, driver: RoundDriver, rng: random.Random, record: Callable[..., None], membership: Membership
     ) -> None:
-        self._engine = engine
-        self._context = context = engine.context
+        self._driver = driver
+        self._context = context = driver.context
         self._exchange = context.exchange
         self._run = context.run
         self._rng = rng
@@ -115,13 +115,13 @@ class Pairwise:
         if copied is None:
             await self._restart()
             return
-        await self._begin_from(copied.anchor, self._engine.head.state_hash)
+        await self._begin_from(copied.anchor, self._driver.head.state_hash)
         await self._land("write", torch.from_numpy(copied.anchor), copied.run_step, None)
         self._record_step(_Outcome("joined", copied.donor), trio.current_time())
 
     async def _restart(self) -> None:
         """Make our weights the anchor, and the momentum zero. If a round is under way, `run_forever` does so later."""
-        state, snapshot = self._engine.head.state_hash, await self._snapshot()
+        state, snapshot = self._driver.head.state_hash, await self._snapshot()
         if snapshot is not None:
             await self._begin_from(snapshot.weights.numpy(), state)
 
@@ -145,7 +145,7 @@ class Pairwise:
         reply: PairAnswer | None = None
         match message:
             case PairOffer():
-                willing = self._is_willing and message.lineage == self._engine.head.lineage
+                willing = self._is_willing and message.lineage == self._driver.head.lineage
                 willing = willing and link.peer_id not in self._recent
                 self._matching, reply = on_offer(self._matching, link.peer_id, message, willing=willing)
             case PairAnswer():
@@ -183,12 +183,12 @@ class Pairwise:
         """Whether a round uses the weights now or soon: there must be inner steps between an outer step and a round."""
         total = self._run.total_steps
         ends = total > 0 and total - self._exchange.run_step < self._run.sync_every / 2
-        return ends or self._engine.is_busy
+        return ends or self._driver.is_busy
 
     @property
     def _is_free(self) -> bool:
         """Whether a step may begin: no round is under way, or has changed the weights since our anchor was taken."""
-        return self._state == self._engine.head.state_hash and not self._waits
+        return self._state == self._driver.head.state_hash and not self._waits
 
     @property
     def _is_willing(self) -> bool:
@@ -204,7 +204,7 @@ class Pairwise:
         """Take outer steps until cancelled."""
         while True:
             try:
-                if self._state != self._engine.head.state_hash and not self._waits:
+                if self._state != self._driver.head.state_hash and not self._waits:
                     # A round has changed the weights.
                     await self._restart()
                 elif self._is_free and (self._exchange.due or self._matching.partner):
@@ -257,7 +257,7 @@ class Pairwise:
                 continue
             link = self._rng.choice(fresh)
             self._matching = self._matching.offering(link.peer_id)
-            link.send(PairOffer(self._engine.head.lineage, self._matching.number))
+            link.send(PairOffer(self._driver.head.lineage, self._matching.number))
             await self._until(lambda: not self._matching.asked, max(ANSWER_S, ANSWER_ROUND_TRIPS * rtt_s))
             self._matching = self._matching.without(self._matching.asked)
             declined.add(link.peer_id)
@@ -316,11 +316,11 @@ class Pairwise:
     async def _snapshot(self) -> Snapshot | None:
         """A copy of the weights at the next inner step; None if a round needs them first."""
         buffer = await self._context.compute(self._exchange.new_buffer)
-        if self._engine.is_busy:
+        if self._driver.is_busy:
             return None
         self._taken = None
         self._exchange.want_snapshot(SnapshotWanted(buffer, 0.0, for_pair=True))
-        while self._taken is None and not self._engine.is_busy:
+        while self._taken is None and not self._driver.is_busy:
             with trio.move_on_after(POLL_S):
                 await self._changed.wait()
         return self._taken
@@ -332,8 +332,8 @@ class Pairwise:
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Whether only training has changed the weights since a snapshot."""
-        same = self._state == self._engine.head.state_hash
-        return same and snapshot.epoch == self._exchange.epoch and not self._engine.is_busy
+        same = self._state == self._driver.head.state_hash
+        return same and snapshot.epoch == self._exchange.epoch and not self._driver.is_busy
 
     async def _land(self, kind: LandingKind, buffer: torch.Tensor, run_step: int, snapshot: Snapshot | None) -> None:
         """Change the weights, unless a round does or did so: the anchor is then taken anew after it."""
@@ -349,8 +349,8 @@ class Pairwise:
             run_step=min(run_step, total) if total else run_step,
             snapshot_steps=None if snapshot is None else snapshot.steps,
         )
-        async with self._engine.committer.suspended():
-            await self._engine.committer.land(landing)
+        async with self._driver.committer.suspended():
+            await self._driver.committer.land(landing)
 
     def _record_step(self, outcome: _Outcome, began_s: float) -> None:
         counters = self._context.links.counters

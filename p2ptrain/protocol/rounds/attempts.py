@@ -167,7 +167,7 @@ class Attempts:
             case ev.Send(to, message):
                 self.tell(to, message)
             case ev.Broadcast(message):
-                for peer_id in self._context.host.trainers():
+                for peer_id in self._context.host.lineage_peers():
                     self.tell(peer_id, message)
             case ev.Prepare(attempt, window_s):
                 self._take_part(attempt, window_s)

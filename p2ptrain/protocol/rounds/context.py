@@ -68,7 +68,7 @@ class AttemptEvents(Protocol):
 class RoundHost(Protocol):
     """The parts of a node that its rounds call."""
 
-    def trainers(self) -> Sequence[PeerId]:
+    def lineage_peers(self) -> Sequence[PeerId]:
         """Live peers of our lineage that hold its state."""
         ...
 
@@ -124,7 +124,7 @@ class RoundContext:
 
     def __post_init__(self) -> None:
         run, links = self.run, self.links
-        self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.trainers)
+        self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.lineage_peers)
         self.averaging = averaging_of(run)
         self.codec = gradient_codec(run)
         self.grid = Grid.of(self.state.num_blocks, self.codec)

@@ -52,7 +52,7 @@ NO_HEAD = m.Head("", "", -1, "", "", (), 0, 0, None)
 class RoundDriver:
     """Holds the head, decides when to call a round, and gives each round message to the part that takes it.
 
-    Implements `RoundEvents`. The rest of the protocol calls it the engine.
+    Implements `RoundEvents`.
 
     Attributes:
         past_heads: the heads that we had; `adopt` takes only those that it allows.
@@ -366,7 +366,7 @@ class RoundDriver:
     def _call(self, now: float) -> float:
         due = self._schedule.due(self.head, self._attempts.failed, now)
         if due is not None:
-            for peer_id in (self.context.peer_id, *self.context.host.trainers()):
+            for peer_id in (self.context.peer_id, *self.context.host.lineage_peers()):
                 self._attempts.tell(peer_id, due)
         if not self._schedule.is_ours_to_lead(self.head, now):
             return POLL_S

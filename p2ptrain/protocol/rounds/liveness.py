@@ -30,13 +30,13 @@ class Liveness:
 
     Args:
         own: our peer id and incarnation.
-        trainers: the live peers of our lineage that hold its state.
+        lineage_peers: the live peers of our lineage that hold its state.
     """
 
-    def __init__(self, own: Voter, links: Links, trainers: Callable[[], Sequence[PeerId]]) -> None:
+    def __init__(self, own: Voter, links: Links, lineage_peers: Callable[[], Sequence[PeerId]]) -> None:
         self.own = own
         self._links = links
-        self._trainer_ids = trainers
+        self._lineage_peers = lineage_peers
         self._departed: dict[PeerId, None] = {}  # oldest first
 
     def note_departed(self, peer_id: PeerId) -> None:
@@ -50,25 +50,25 @@ class Liveness:
         self._departed.pop(peer_id, None)
 
     def present(self) -> set[Voter]:
-        """Ourselves and the live trainers."""
-        return {self.own, *((peer_id, link.hello.incarnation) for peer_id, link in self._trainers().items())}
+        """Ourselves and the live peers of our lineage."""
+        return {self.own, *((peer_id, link.hello.incarnation) for peer_id, link in self._lineage_links().items())}
 
     def beats(self) -> dict[PeerId, Beat]:
-        """The last heartbeat of each live trainer."""
-        return {peer_id: link.beat for peer_id, link in self._trainers().items() if link.beat is not None}
+        """The last heartbeat of each live peer of our lineage."""
+        return {peer_id: link.beat for peer_id, link in self._lineage_links().items() if link.beat is not None}
 
     def is_alone(self, head: Head) -> bool:
         """Whether no other peer can take part in the round after this head: no voter, and none that has landed it."""
-        trainers = self._trainers()
-        has_voter = any(peer_id in trainers for peer_id, _ in head.voters)
-        return not has_voter and all(link.beat is None or link.beat.round < head.round for link in trainers.values())
+        links = self._lineage_links()
+        has_voter = any(peer_id in links for peer_id, _ in head.voters)
+        return not has_voter and all(link.beat is None or link.beat.round < head.round for link in links.values())
 
     def is_anyone_behind(self, round_: int) -> bool:
-        """Whether a live trainer has not landed this round yet, by its last heartbeat."""
+        """Whether a live peer of our lineage has not landed this round yet, by its last heartbeat."""
         return any(beat.round < round_ for beat in self.beats().values())
 
-    def _trainers(self) -> dict[PeerId, Link]:
-        links = ((peer_id, self._links.get(peer_id)) for peer_id in self._trainer_ids())
+    def _lineage_links(self) -> dict[PeerId, Link]:
+        links = ((peer_id, self._links.get(peer_id)) for peer_id in self._lineage_peers())
         return {peer_id: link for peer_id, link in links if link is not None}
 
     def is_linked(self, peer_id: PeerId) -> bool:

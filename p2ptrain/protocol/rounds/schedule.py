@@ -126,7 +126,7 @@ class Schedule:
         exchange, host = self._context.exchange, self._context.host
         if not exchange.round_due:
             return False
-        if self._context.run.is_pairwise and not host.trainers() and self._context.links.trainers():
+        if self._context.run.is_pairwise and not host.lineage_peers() and self._context.links.trainers():
             # The one round of the run is not for us alone, because we have founded a lineage for it.
             return now - self._began_s < FOLLOWERS_PATIENCE_S
         if exchange.at_length:
@@ -162,7 +162,7 @@ class Schedule:
             self._counters[sender] = due.counter
             # Two peers must report a counter, if there are two: else one that knows the order could always lead.
             claims = sorted(self._counters.values(), reverse=True)
-            heard = claims[min(len(self._context.host.trainers()), 2) - 1 :][:1]
+            heard = claims[min(len(self._context.host.lineage_peers()), 2) - 1 :][:1]
             self.counter = max(self.counter, *(min(claim, self.counter + MAX_DUE_AHEAD) for claim in heard), 0)
         return True
 
@@ -190,7 +190,7 @@ class Schedule:
         """
         self._called_s = now
         context = self._context
-        present = (*context.host.trainers(), context.peer_id)
+        present = (*context.host.lineage_peers(), context.peer_id)
         called = set(drawn(head.state_hash, present, context.run.max_contributors))
         called |= {voter for voter, _ in head.voters}.intersection(present)
         return Lead(

@@ -78,7 +78,7 @@ class Joining:
 
     def __init__(
         self,
-        engine: RoundDriver,
+        driver: RoundDriver,
         membership: Membership,
         *,
         record: Callable[..., None],
@@ -89,8 +89,8 @@ class Joining:
         pins: Pins,
     ) -> None:
         self.founded = False
-        self._engine = engine
-        self._context = engine.context
+        self._driver = driver
+        self._context = driver.context
         self._membership = membership
         self._record = record
         self._load_buffers = load_buffers
@@ -119,10 +119,10 @@ class Joining:
 
         Raises ConfigError if there is a state that cannot be downloaded, or if our weights cannot found a run.
         """
-        engine, context = self._engine, self._context
+        driver, context = self._driver, self._context
         state, space = context.state, context.exchange.averaged.space
         started = trio.current_time()
-        while not self._may_found and not engine.head.lineage:
+        while not self._may_found and not driver.head.lineage:
             donors = self._donors()
             if donors and not self._may_choose(started):
                 await trio.sleep(RETRY_S)
@@ -152,8 +152,8 @@ class Joining:
                 self._pins.check(restored.history.genesis, restored.history.entries)
             state.copy_from(restored.state)
             why = "its node failed" if restored.ours else "this peer was restarted, and no other one has a newer state"
-            engine.found_lineage(restored.head, restored.history, why)
-            await land_state(engine, self._record, "keep", "restored from a checkpoint", restored.run_step)
+            driver.found_lineage(restored.head, restored.history, why)
+            await land_state(driver, self._record, "keep", "restored from a checkpoint", restored.run_step)
             return
         if not self._pins.allows_founding(context.peer_id):
             raise TransientError(
@@ -163,9 +163,9 @@ class Joining:
         context.exchange.averaged.read(state.anchor_tensor())
         await context.compute(check_founding, state.anchor, space)
         await context.compute(state.rehash)
-        engine.found_run()
+        driver.found_run()
         self.founded = True
-        await land_state(engine, self._record, "keep", "founded the run", founded=True)
+        await land_state(driver, self._record, "keep", "founded the run", founded=True)
 
     def _should_found(self, started: float) -> bool:
         """Whether it is our turn to found the run, or a lineage that continues from our checkpoint.
@@ -295,13 +295,13 @@ class Joining:
                 donors = self._donors() or donors
         self._download = None
         self._skipped.clear()
-        self._engine.adopt(adopted, History(adopted.genesis, entries))
+        self._driver.adopt(adopted, History(adopted.genesis, entries))
         if restored is not None and restored.head.state_hash == adopted.head.state_hash:
             await land_state(
-                self._engine, self._record, "keep", "the swarm has the checkpoint's state", restored.run_step
+                self._driver, self._record, "keep", "the swarm has the checkpoint's state", restored.run_step
             )
         else:
-            await land_state(self._engine, self._record, "write", "adopted the swarm's state")
+            await land_state(self._driver, self._record, "write", "adopted the swarm's state")
 
     async def _fetch(self, download: Download, donors: list[Link]) -> tuple[SignedHead, list[Entry]]:
         """Download the donors' state, and the history that leads to it. Raises PeerLostError, WireError."""

@@ -52,7 +52,7 @@ class StateSync:
 
     def __init__(
         self,
-        engine: RoundDriver,
+        driver: RoundDriver,
         joining: Joining,
         *,
         record: Callable[..., None],
@@ -61,8 +61,8 @@ class StateSync:
         pins: Pins,
     ) -> None:
         self.joining = joining
-        self._engine = engine
-        self._context = engine.context
+        self._driver = driver
+        self._context = driver.context
         self._rng = rng
         self._record = record
         self._pins = pins
@@ -79,7 +79,7 @@ class StateSync:
     @property
     def run_founder(self) -> PeerId:
         """The id of the peer that founded the run; "" before we have its state."""
-        return founder_of(self._engine)
+        return founder_of(self._driver)
 
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
@@ -88,10 +88,10 @@ class StateSync:
                 await self._wanted.wait()
                 self._wanted = trio.Event()
             _, (link, reason, stuck_at) = self._jobs.popitem(last=False)
-            head, caught_up = self._engine.head, False
+            head, caught_up = self._driver.head, False
             if link is None and head is not stuck_at:
                 continue  # an earlier job has brought the rounds that we lacked
-            if link is not None and not self._engine.may_follow(link):
+            if link is not None and not self._driver.may_follow(link):
                 continue  # the same, or this partner's last job brought nothing
             self._outcome = ""
             with self._context.errors.containing("catching up"):
@@ -100,7 +100,7 @@ class StateSync:
                     caught_up = caught_up or await self._replace_state(link, reason)
                 except PeerLostError as error:
                     logger.info("catching up failed, will try again: %s", error)
-            is_behind = any(map(self._engine.may_follow, self._context.links.trainers()))
+            is_behind = any(map(self._driver.may_follow, self._context.links.trainers()))
             if (caught_up or self._outcome == "refused") and not is_behind:
                 self._times_overtaken = 0
             elif caught_up or self._outcome == "overtaken":
@@ -111,18 +111,18 @@ class StateSync:
                 self._outcome,
                 RETRY_S * self._rng.uniform(0.5, 1.5),  # not in step with the rounds
             )
-            if link is not None and not caught_up and self._engine.may_follow(link):
-                self._engine.ignore_claims(link, retry_s)
-            elif link is None and self._engine.head is head:
+            if link is not None and not caught_up and self._driver.may_follow(link):
+                self._driver.ignore_claims(link, retry_s)
+            elif link is None and self._driver.head is head:
                 await trio.sleep(retry_s)
 
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
-        if not self._engine.may_follow(link):
+        if not self._driver.may_follow(link):
             return
-        if beat.lineage != self._engine.head.lineage:
+        if beat.lineage != self._driver.head.lineage:
             self._begin(link, f"lineage {shown(beat.lineage)} goes on, ours does not")
-        elif not self._engine.committer.resolving:
+        elif not self._driver.committer.resolving:
             self._begin(link, "the next round cannot be followed by its record")
 
     def fall_behind(self, reason: str) -> None:
@@ -131,31 +131,31 @@ class StateSync:
 
     def _begin(self, link: Link | None, reason: str) -> None:
         # At most one job of each peer waits, so that no peer can take the turns of others.
-        self._jobs[link.peer_id if link is not None else ""] = link, reason, self._engine.head
+        self._jobs[link.peer_id if link is not None else ""] = link, reason, self._driver.head
         self._wanted.set()
 
     async def _follow_record(self, link: Link) -> bool:
         """Apply the records of rounds that a partner has and we lack. False if the next one cannot be applied."""
-        engine = self._engine
-        if link.beat is None or link.beat.lineage != engine.head.lineage:
+        driver = self._driver
+        if link.beat is None or link.beat.lineage != driver.head.lineage:
             return False
         await trio.sleep(COMMIT_GRACE_S)
-        while not engine.committer.resolving and link.beat.lineage == engine.head.lineage:
-            lineage, round_ = engine.head.lineage, engine.head.round + 1
+        while not driver.committer.resolving and link.beat.lineage == driver.head.lineage:
+            lineage, round_ = driver.head.lineage, driver.head.round + 1
             if link.beat.round < round_:
                 break
             answer, payload = await self._context.links.request(link, "record", lineage, round_, timeout_s=10.0)
             if not answer.found:
                 return False
-            head = engine.head
+            head = driver.head
             with self._context.links.containing(link, "following a record"):
                 commit = unpack(Commit, payload)
                 if (commit.record.lineage, commit.record.round) != (lineage, round_):
                     raise WireError("not the requested record")
-                await engine.adopt_commit(link.peer_id, commit)
-            if engine.head is head:
+                await driver.adopt_commit(link.peer_id, commit)
+            if driver.head is head:
                 return False
-            self._engine.trust_claims(link.peer_id)
+            self._driver.trust_claims(link.peer_id)
         return True
 
     async def _replace_state(self, link: Link | None, reason: str) -> bool:
@@ -168,7 +168,7 @@ class StateSync:
             with self._context.links.containing(donor, "comparing histories"):
                 try:
                     if await self._replace_from(donor, reason):
-                        self._engine.trust_claims(donor.peer_id)
+                        self._driver.trust_claims(donor.peer_id)
                         return True
                     self._outcome = "refused"
                 except (PeerLostError, RunMismatchError) as error:
@@ -179,7 +179,7 @@ class StateSync:
 
     def _elsewhere(self) -> list[Link]:
         """Live peers with another state than ours, those of our lineage first."""
-        head = self._engine.head
+        head = self._driver.head
         beats = [
             (link, link.beat)
             for link in self._context.links.trainers()
@@ -193,20 +193,20 @@ class StateSync:
 
         Raises PeerLostError, RunMismatchError, WireError.
         """
-        context, engine = self._context, self._engine
+        context, driver = self._context, self._driver
         async with delaying_rounds(context, donor, self._times_overtaken):
             signed = await ask_head(context, donor, self._times_overtaken)
             head = signed.head
-            entries = await ask_history(context, donor, head, engine.history.entries)
+            entries = await ask_history(context, donor, head, driver.history.entries)
             if not self._prefers(donor, head, entries):
                 self._download = None
                 return False
             self._check_pins(signed.genesis, entries)
-            kept = "; our weights are kept, and count in the next round" if head.genesis == engine.head.genesis else ""
-            rounds = (engine.head.round, head.round)
+            kept = "; our weights are kept, and count in the next round" if head.genesis == driver.head.genesis else ""
+            rounds = (driver.head.round, head.round)
             logger.info("replacing our state: %s (round %d instead of %d)%s", reason, rounds[1], rounds[0], kept)
             # A new lineage may begin with the state that we have; otherwise download.
-            if head.state_hash != engine.head.state_hash:
+            if head.state_hash != driver.head.state_hash:
                 # Into a second state, so that ours remains valid if the download fails.
                 self._download = self._download or Download(context, context.state.blank())
                 donors = [
@@ -215,43 +215,43 @@ class StateSync:
                     if link.beat and (link.beat.lineage, link.beat.round) == (head.lineage, head.round)
                 ]
                 await self._download.run(head, donors or [donor])
-        async with engine.paused():
+        async with driver.paused():
             if not self._prefers(donor, head, entries):
                 self._download = None
                 return False
             run_step: int | None = None
-            if head.state_hash != engine.head.state_hash:
+            if head.state_hash != driver.head.state_hash:
                 if self._download is None:
                     raise PeerLostError("a round of our own came first")
                 context.state.copy_from(self._download.state)
             elif context.run.is_pairwise:
                 run_step = context.exchange.run_step  # pairwise steps have brought us further than the head's round
             self._download = None
-            kind: LandingKind = "keep" if head.genesis == engine.head.genesis else "write"
-            engine.adopt(signed, History(signed.genesis, merged(engine.history.entries, entries)))
-            await land_state(engine, self._record, kind, reason, run_step)
+            kind: LandingKind = "keep" if head.genesis == driver.head.genesis else "write"
+            driver.adopt(signed, History(signed.genesis, merged(driver.history.entries, entries)))
+            await land_state(driver, self._record, kind, reason, run_step)
         return True
 
     def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:
         """Whether to continue from a partner's head, or (None) from one that our user gave."""
-        engine = self._engine
+        driver = self._driver
         # We may have voted at this position already. No honest donor reports such a head.
-        if not engine.past_heads.may_adopt(head):
+        if not driver.past_heads.may_adopt(head):
             return False
         # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
-        present = () if engine.has_ended else self._context.liveness.present()
+        present = () if driver.has_ended else self._context.liveness.present()
         return is_preferred(
-            engine.head,
-            engine.history.entries,
+            driver.head,
+            driver.history.entries,
             head,
             entries,
-            {peer_id for peer_id, incarnation in engine.head.voters if (peer_id, incarnation) in present},
+            {peer_id for peer_id, incarnation in driver.head.voters if (peer_id, incarnation) in present},
             is_initial=donor is None or self._is_trusted(donor),
         )
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
         """Raises RunMismatchError unless a history is of the run that the user wants."""
-        if shared(self._engine.history.entries, entries) is None:
+        if shared(self._driver.history.entries, entries) is None:
             self._pins.check(genesis, entries)
         else:  # it continues ours, which may no longer reach back to the pinned record
             self._pins.check_founder(genesis)
@@ -272,7 +272,7 @@ class StateSync:
 
     async def restore(self, restored: Restored) -> None:
         """Return to a checkpoint and found a new lineage. Other peers follow if its history is preferred to theirs."""
-        async with self._engine.paused():
+        async with self._driver.paused():
             self._context.state.copy_from(restored.state)
-            self._engine.found_lineage(restored.head, restored.history, "restored by the user")
-            await land_state(self._engine, self._record, "keep", "restored by the user", restored.run_step)
+            self._driver.found_lineage(restored.head, restored.history, "restored by the user")
+            await land_state(self._driver, self._record, "keep", "restored by the user", restored.run_step)

@@ -58,10 +58,10 @@ class StateServer:
     next piece repeats it, so that pieces of two serializations do not mix.
     """
 
-    def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes]) -> None:
-        self._engine = engine
-        self._state = engine.context.state
-        self._compute = engine.context.compute
+    def __init__(self, driver: RoundDriver, buffers: Callable[[], bytes]) -> None:
+        self._driver = driver
+        self._state = driver.context.state
+        self._compute = driver.context.compute
         self._buffers = buffers
         self._packing = trio.Lock()
         self._packed_of = ""
@@ -72,35 +72,35 @@ class StateServer:
         payload, note = None, request.what
         if request.what == "buffers":
             payload, note = await self._buffers_piece(request)
-        elif self._engine.head.lineage and not self._engine.committer.stepping:
+        elif self._driver.head.lineage and not self._driver.committer.stepping:
             payload = await self._payload(request)
-            if self._engine.committer.stepping:
+            if self._driver.committer.stepping:
                 payload = None
         answer = Answer(request.request, payload is not None, note)
         await link.send_bulk(answer, payload or b"", Traffic.STATE, compress=True)
 
     async def _payload(self, request: Request) -> bytes | None:
         """The requested bytes; None if not available. Chunks of an old state would be useless, and are not sent."""
-        current = request.subject == self._engine.head.state_hash
+        current = request.subject == self._driver.head.state_hash
         match request.what:
             case "head":
-                signed = self._engine.signed_head
+                signed = self._driver.signed_head
                 return pack(signed) if signed is not None else None
             case "history":
-                return pack(self._engine.history.page(request.subject, PAGE_ENTRIES))
+                return pack(self._driver.history.page(request.subject, PAGE_ENTRIES))
             case "manifest" if current and 0 <= request.index < num_pages(self._state.num_chunks):
                 start = request.index * MANIFEST_PAGE_HASHES
                 return "".join(self._state.hashes.chunks[start : start + MANIFEST_PAGE_HASHES]).encode()
             case "chunk" if current and 0 <= request.index < self._state.num_chunks:
                 chunk = await self._compute(self._state.chunk(request.index).tobytes)
                 # Other worker threads may have taken an outer step meanwhile.
-                return chunk if request.subject == self._engine.head.state_hash else None
+                return chunk if request.subject == self._driver.head.state_hash else None
         return None
 
     async def _buffers_piece(self, request: Request) -> tuple[bytes | None, str]:
         """A piece of the serialized buffers, and the state that it belongs to; None if that serialization is gone."""
         async with self._packing:
-            now = self._engine.head
+            now = self._driver.head
             if request.index == 0 and now.lineage and self._packed_of != now.state_hash:
                 self._packed = await self._compute(self._buffers)
                 self._packed_of = now.state_hash
@@ -269,13 +269,13 @@ class Download:
         return payload
 
 
-def founder_of(engine: RoundDriver) -> PeerId:
+def founder_of(driver: RoundDriver) -> PeerId:
     """The id of the peer that founded the run; "" before we have its state."""
-    return engine.history.genesis.founder if engine.history.genesis is not None else ""
+    return driver.history.genesis.founder if driver.history.genesis is not None else ""
 
 
 async def land_state(
-    engine: RoundDriver,
+    driver: RoundDriver,
     record: Callable[..., None],
     kind: LandingKind,
     reason: str,
@@ -283,7 +283,7 @@ async def land_state(
     *,
     founded: bool = False,
 ) -> None:
-    """Land the engine's new head in the training thread, record that, and wait until it has taken effect.
+    """Land the driver's new head in the training thread, record that, and wait until it has taken effect.
 
     Kind "write" replaces the weights by the anchor. The head of the run's last round always does, as all peers end with
     the same weights.
@@ -294,7 +294,7 @@ async def land_state(
         run_step: the position of weights from a checkpoint; None for that of the head.
         founded: whether this peer founded the run.
     """
-    context, head, run = engine.context, engine.head, engine.context.run
+    context, head, run = driver.context, driver.head, driver.context.run
     run_step = head.run_step if run_step is None else run_step
     finished = run.is_over_at(head.run_step)
     kind = "write" if finished else kind
@@ -304,7 +304,7 @@ async def land_state(
     record(
         "adopt",
         founded=founded,
-        founder=founder_of(engine),
+        founder=founder_of(driver),
         reason=reason,
         lineage=head.lineage,
         round=head.round,
@@ -322,4 +322,4 @@ async def land_state(
         snapshot_steps=context.exchange.steps - since if since else None,
         finished=finished,
     )
-    await engine.committer.land(landing)
+    await driver.committer.land(landing)

@@ -98,7 +98,7 @@ class MadeUpSwarm:
         members = (
             Sighting(
                 peer.peer_id, peer.linked, peer.status if peer.linked else "cannot be reached from here", peer.left,
-                peer.step, self.round - 1, "0-x", 1.0, 0.0123, peer.trouble, self.relayed.get(peer.peer_id, {}),
+                peer.step, self.round - 1, "0-x", 0.0123, peer.trouble, self.relayed.get(peer.peer_id, {}),
             )
             for peer in self.peers.values()
         )  # fmt: skip

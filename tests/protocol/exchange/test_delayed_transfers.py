@@ -392,7 +392,7 @@ def test_a_peer_on_a_device_commits_rounds_with_others() -> None:
             start_all(s, "abcd", witness)
             await s.until(lambda: common(s, 4, 4))
             assert witness.check_values() >= 12
-            heads = {p.node.engine.head.state_hash for p in s.peers.values()}
+            heads = {p.node.driver.head.state_hash for p in s.peers.values()}
             assert len(heads) <= 2  # one round may just be landing
             for peer in s.peers.values():
                 assert len(peer.rounds("committed")) >= 3

@@ -495,7 +495,7 @@ def test_a_snapshot_that_is_not_wanted_any_more_is_not_taken() -> None:
 
 
 def test_a_snapshot_in_the_step_of_a_landing_is_of_the_new_epoch() -> None:
-    """So the engine can tell a snapshot that was asked for before its round had landed."""
+    """So the driver can tell a snapshot that was asked for before its round had landed."""
     bench = Bench(sync_every=2)
     taken: list[Snapshot] = []
     hear(bench.exchange, {SnapshotTaken: taken.append})

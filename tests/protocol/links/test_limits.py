@@ -211,9 +211,9 @@ def test_a_member_that_floods_stops_neither_steps_nor_rounds() -> None:
                 await s.until(
                     lambda: all(s.peers[name].node.links.strikes.get("x") == 3 for name in "abc"), within_s=60
                 )
-                head, steps = s.peers["a"].node.engine.head.round, len(s.peers["a"].reports)
+                head, steps = s.peers["a"].node.driver.head.round, len(s.peers["a"].reports)
                 began = trio.current_time()
-                await s.until(lambda: all(s.peers[n].node.engine.head.round >= head + 5 for n in "abc"), within_s=60)
+                await s.until(lambda: all(s.peers[n].node.driver.head.round >= head + 5 for n in "abc"), within_s=60)
                 assert len(s.peers["a"].reports) - steps >= 0.8 * (trio.current_time() - began) / 0.1
                 assert not any("x" in s.peers[name].node.links.live for name in "abc")
                 nursery.cancel_scope.cancel()

@@ -105,7 +105,7 @@ async def join(s: Swarm) -> None:
         while not all("new" in s.peers[name].node.alive for name in NAMES):
             await trio.sleep(0.05)
     assert not newcomer.node.state_sync.joining.founded
-    assert newcomer.node.engine.head.genesis == s.peers["m1"].node.engine.head.genesis
+    assert newcomer.node.driver.head.genesis == s.peers["m1"].node.driver.head.genesis
 
 
 async def members(s: Swarm) -> None:

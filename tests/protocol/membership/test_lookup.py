@@ -328,7 +328,7 @@ def test_an_observer_sees_every_member_and_where_it_stands() -> None:
             transport = s.network.transport("observer")
             infos = await list_members(transport, s.network.directory("observer"), "test")
             assert [info.peer_id for info in infos] == ["a", "b", "c"]
-            head = s.peers["a"].node.engine.head
+            head = s.peers["a"].node.driver.head
             for info in infos:
                 peer = s.peers[info.peer_id]
                 assert info.maddrs == (f"/memory/{info.peer_id}/p2p/{info.peer_id}",)
@@ -389,7 +389,7 @@ def test_an_observer_is_never_counted_and_leaves_no_trace() -> None:
             for name, peer in s.peers.items():
                 others = sorted(set("abc") - {name})
                 assert list(peer.node.alive) == others
-                assert sorted(peer.node.trainers()) == others
+                assert sorted(peer.node.lineage_peers()) == others
                 assert sorted(peer.node.membership.known) == others
                 assert "stays" in peer.node.links.live
                 assert "observer" not in peer.node.links.live

@@ -47,7 +47,7 @@ async def joined_after_s(s: Swarm, *chosen: str) -> float:
     await s.until(lambda: joiner.node.ready.is_set() or joiner.error is not None, within_s=ADOPT_TIMEOUT_S)
     s.check()
     assert not joiner.node.state_sync.joining.founded
-    assert joiner.node.engine.head.genesis == s.peers["m1"].node.engine.head.genesis
+    assert joiner.node.driver.head.genesis == s.peers["m1"].node.driver.head.genesis
     return trio.current_time() - start
 
 

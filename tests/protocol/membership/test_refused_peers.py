@@ -108,9 +108,9 @@ def test_a_peer_that_is_banned_loses_its_link_and_rounds_go_on() -> None:
                 assert links.get("x") is not None
                 links._refusal = lambda peer_id: DENIED if peer_id in denied else None
             await s.until(lambda: not any("x" in s.peers[name].node.links.live for name in "abc"), within_s=3)
-            round_ = s.peers["a"].node.engine.head.round
+            round_ = s.peers["a"].node.driver.head.round
             lost = s.peers.pop("x")
-            await s.until(lambda: min(s.peers[name].node.engine.head.round for name in "abc") >= round_ + 3)
+            await s.until(lambda: min(s.peers[name].node.driver.head.round for name in "abc") >= round_ + 3)
             assert not lost.node.links.live
             assert lost.error is None
 

@@ -204,12 +204,12 @@ def test_a_lone_founder_that_fails_goes_on_from_its_anchor() -> None:
             peer = s.start("a", founder=True, restarts=True)
             await s.until(lambda: len(peer.rounds("solo")) >= 2)
             assert peer.runner is not None
-            head = peer.current.engine.head
+            head = peer.current.driver.head
             before = len(peer.rounds("solo"))
             fail_node(peer)
             await trio.sleep(1)
             await s.until(lambda: peer.current.ready.is_set())
-            after = peer.current.engine.head
+            after = peer.current.driver.head
             assert (after.genesis, after.state_hash) == (head.genesis, head.state_hash)
             await s.until(lambda: len(peer.rounds("solo")) >= before + 2)
             assert [event["reason"] for event in peer.events if event["event"] == "adopt"] == [
@@ -248,7 +248,7 @@ def test_a_node_that_fails_when_it_is_told_of_a_landing_is_built_anew(monkeypatc
             def fail(landing: Landing, held_s: float) -> None:
                 raise Bug("told of a landing")
 
-            monkeypatch.setattr(node.engine.committer, "landed", fail)
+            monkeypatch.setattr(node.driver.committer, "landed", fail)
             await s.until(lambda: peer.current is not node and peer.current.ready.is_set())
             failed_s = trio.current_time()
             await s.until(lambda: committed_after(s, failed_s, *NAMES))
@@ -326,7 +326,7 @@ def test_a_long_healthy_time_counts_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     run_virtual(main)
 
 
-@pytest.mark.parametrize("phase", ["run_forever", "membership", "engine", "establish"])
+@pytest.mark.parametrize("phase", ["run_forever", "membership", "driver", "establish"])
 def test_an_error_anywhere_in_a_node_is_the_nodes_alone(phase: str) -> None:
     """At its beginning, and in each of its parts."""
 
@@ -349,7 +349,7 @@ def test_an_error_anywhere_in_a_node_is_the_nodes_alone(phase: str) -> None:
                 if broken == 1:
                     owner, name = {
                         "run_forever": (node, "run_forever"), "membership": (node.membership, "run_forever"),
-                        "engine": (node.engine, "run_forever"), "establish": (node.state_sync.joining, "establish"),
+                        "driver": (node.driver, "run_forever"), "establish": (node.state_sync.joining, "establish"),
                     }[phase]  # fmt: skip
                     setattr(owner, name, fail)
                 return node

@@ -141,7 +141,7 @@ def test_passes_over_the_whole_model_run_in_worker_threads() -> None:
     async def main() -> None:
         async with swarm(RUN) as members:
             peers = grow(members, 2)
-            context, works = peers[0].node.engine.context, set[str]()
+            context, works = peers[0].node.driver.context, set[str]()
             honest = context.compute
 
             async def compute(work: Callable[..., Any], *args: Any) -> Any:
@@ -259,7 +259,7 @@ def offer_first(liar: TestPeer, victims: list[TestPeer]) -> None:
             for victim in victims:
                 link = liar.node.links.get(victim.peer_id)
                 if link is not None:
-                    link.send(PairOffer(liar.node.engine.head.lineage, 0))
+                    link.send(PairOffer(liar.node.driver.head.lineage, 0))
             await trio.sleep(0.1)
 
     pairwise.run_forever = run_forever  # type: ignore[method-assign]
@@ -361,7 +361,7 @@ def test_a_call_far_from_the_end_holds_up_no_pairs() -> None:
         async with swarm(dataclasses.replace(RUN, total_steps=10_000)) as members:
             peers = grow(members, 3)
             await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
-            head = peers[1].node.engine.head
+            head = peers[1].node.driver.head
             for counter in range(1, 20):
                 for victim in ("p0", "p2"):
                     link = peers[1].node.links.get(victim)
@@ -369,7 +369,7 @@ def test_a_call_far_from_the_end_holds_up_no_pairs() -> None:
                     attempt = Attempt(counter, "p1", peers[1].node.incarnation)
                     link.send(Call(head.lineage, head.round + 1, attempt, 1.0))
                 await trio.sleep(0.5)
-                assert all(peer.node.engine.round_state.member is None for peer in peers)
+                assert all(peer.node.driver.round_state.member is None for peer in peers)
 
     run_virtual(main)
 
@@ -564,7 +564,7 @@ def test_a_restarted_peer_goes_on_from_its_checkpoint_or_from_those_ahead() -> N
             peers = grow(members, 3)
             await members.until(lambda: len(pairs(peers[2], "paired")) >= 2)
             node = peers[2].node
-            saved = Restored(node.state, node.engine.head, peers[2].exchange.run_step, node.engine.history)
+            saved = Restored(node.state, node.driver.head, peers[2].exchange.run_step, node.driver.history)
             members.kill("p2")
             again = members.start("p2", restored=saved)
             await members.until(lambda: bool(pairs(again, "paired")))

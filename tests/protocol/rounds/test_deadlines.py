@@ -303,7 +303,7 @@ def test_a_link_on_which_a_chunk_takes_longer_than_any_first_limit_makes_rounds_
             for i, name in enumerate("abc"):
                 s.start(name, founder=i == 0)
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-            size = s.peers["a"].node.engine.context.codec.size_bytes(s.peers["a"].node.state.num_blocks)
+            size = s.peers["a"].node.driver.context.codec.size_bytes(s.peers["a"].node.state.num_blocks)
             # Two of the three parts of an outer gradient go out at once: the second is there after seven seconds.
             s.network.bandwidth_bytes_s = 2 / 3 * size / 7
             await s.until(lambda: all(p.rounds("committed") for p in s.peers.values()), within_s=600)
@@ -459,21 +459,21 @@ def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer(
             touched, late_s, without = list[tuple[str, int, int]](), list[float](), list[str]()
             snapshots = Counter[str]()
             for name in "abc":
-                engine = s.start(name).node.engine
+                driver = s.start(name).node.driver
 
                 async def compute(
-                    work: Callable[..., Any], *args: Any, name: str = name, engine: RoundDriver = engine,
-                    compute: Any = engine.context.compute,
+                    work: Callable[..., Any], *args: Any, name: str = name, driver: RoundDriver = driver,
+                    compute: Any = driver.context.compute,
                 ) -> Any:  # fmt: skip
-                    if work != engine.context.exchange.new_buffer:
+                    if work != driver.context.exchange.new_buffer:
                         return await compute(work, *args)
-                    touched.append((name, engine.head.round, snapshots[name]))
+                    touched.append((name, driver.head.round, snapshots[name]))
                     # A worker thread ends its work although the attempt was cancelled.
                     with trio.CancelScope(shield=True):
                         await trio.sleep(touching_s)
                     return work(*args)
 
-                async def take(window_s: float, name: str = name, take: Any = engine._taker.take) -> Any:
+                async def take(window_s: float, name: str = name, take: Any = driver._taker.take) -> Any:
                     called_s = trio.current_time()
                     own = await take(window_s)
                     late_s.append(trio.current_time() - called_s - window_s)
@@ -481,13 +481,13 @@ def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer(
                         without.append(name)
                     return own
 
-                def arrive(snapshot: Snapshot, name: str = name, arrive: Any = engine._taker.arrive) -> None:
+                def arrive(snapshot: Snapshot, name: str = name, arrive: Any = driver._taker.arrive) -> None:
                     snapshots[name] += 1
                     arrive(snapshot)
 
                 compute.threads = 1  # type: ignore[attr-defined]
-                engine.context.compute = compute  # type: ignore[assignment]
-                engine._taker.take, engine._taker.arrive = take, arrive  # type: ignore[method-assign]
+                driver.context.compute = compute  # type: ignore[assignment]
+                driver._taker.take, driver._taker.arrive = take, arrive  # type: ignore[method-assign]
             await s.until(lambda: common(s, 4, 3), within_s=400)
             skips = any(peer.rounds("skipped") for peer in s.peers.values())
             assert skips == (touching_s > 4.0)

@@ -73,7 +73,7 @@ def of_engine(part: str) -> Callable[[Fault], Callable[..., bool]]:
     """Whether the first argument is this part of b's driver."""
 
     def make(fault: Fault) -> Callable[..., bool]:
-        return lambda self, *_, **__: self is getattr(fault.swarm.peers["b"].node.engine, part)
+        return lambda self, *_, **__: self is getattr(fault.swarm.peers["b"].node.driver, part)
 
     return make
 
@@ -98,7 +98,7 @@ def event(kind: type[Event]) -> Inject:
 
 
 def collections_of_b(fault: Fault) -> Callable[..., bool]:
-    timeouts = fault.swarm.peers["b"].node.engine.context.timeouts
+    timeouts = fault.swarm.peers["b"].node.driver.context.timeouts
     return lambda self, *_, **__: self._timeouts is timeouts
 
 
@@ -111,7 +111,7 @@ def in_the_worker(name: str, module: Any) -> Inject:
 
     def inject(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
         node = fault.swarm.peers["b"].node
-        parts = node.engine.context.parts
+        parts = node.driver.context.parts
         fault.before(
             monkeypatch,
             module,
@@ -151,7 +151,7 @@ def in_a_step(*, late: bool) -> Inject:
 
 def own_decode(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory to decode a chunk of our own, as it lands."""
-    land, taker = OwnContribution.land, fault.swarm.peers["b"].node.engine._taker
+    land, taker = OwnContribution.land, fault.swarm.peers["b"].node.driver._taker
 
     def struck(self: OwnContribution, codec: Codec, *args: Any) -> None:
         def add(*of: Any) -> None:
@@ -174,7 +174,7 @@ def round_ended(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def encode(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    taker = fault.swarm.peers["b"].node.engine._taker
+    taker = fault.swarm.peers["b"].node.driver._taker
     fault.before(monkeypatch, OwnContribution, "encode", lambda self, *_: self is taker.own)
 
 
@@ -210,12 +210,12 @@ PHASES: dict[str, Inject] = {
     "stall watch": method(Reducer, "give_up_stalled", of_context),
     "report": method(Reducer, "_report", of_context),
     "average": method(Reducer, "_average_expected", of_context),
-    "average a chunk": method(Parts, "merge", lambda fault: lambda self, *_: self is _engine(fault).context.averaging),
+    "average a chunk": method(Parts, "merge", lambda fault: lambda self, *_: self is _driver(fault).context.averaging),
     "plan of a leader": method(AveragingLeader, "run", of_context),
     "leader waits for contributions": method(AveragingLeader, "_await_contributions", of_context),
     "leader waits for reports": method(AveragingLeader, "_await_reports", of_context),
     "propose": event(Averaged),
-    "fetch": method(PartStore, "fetch", lambda fault: lambda self, *_: self is _engine(fault).context.parts),
+    "fetch": method(PartStore, "fetch", lambda fault: lambda self, *_: self is _driver(fault).context.parts),
     "check": in_the_worker("check_decodes", fetch),
     "accept": event(Held),
     "withdraw": withdrawing,
@@ -236,8 +236,8 @@ PHASES: dict[str, Inject] = {
 }
 
 
-def _engine(fault: Fault) -> RoundDriver:
-    return fault.swarm.peers["b"].node.engine
+def _driver(fault: Fault) -> RoundDriver:
+    return fault.swarm.peers["b"].node.driver
 
 
 @pytest.mark.parametrize("times", [ONCE, A_WHOLE_ROUND])

@@ -70,7 +70,7 @@ def play(run: RunConfig, threads: int = 1) -> dict[str, Any]:
         ended = peer.node.round_ended
 
         def round_ended(report: RoundReport) -> None:
-            head = peer.node.engine.head
+            head = peer.node.driver.head
             heads.setdefault(head.round, head)
             hashes.setdefault(report.round, set()).add((report.anchor_hash, report.state_hash))
             ended(report)

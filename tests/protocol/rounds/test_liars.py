@@ -45,12 +45,12 @@ class LyingDonor:
         node.make_beat = lambda *times: self._beat(beat_of(*times))  # type: ignore[method-assign]
 
         class Engine:
-            committer = node.engine.committer
-            head = property(lambda _: self._head(node.engine.head))
-            history = property(lambda _: node.engine.history)
-            signed_head = property(lambda engine: self._signed(node.engine.signed_head))
+            committer = node.driver.committer
+            head = property(lambda _: self._head(node.driver.head))
+            history = property(lambda _: node.driver.history)
+            signed_head = property(lambda driver: self._signed(node.driver.signed_head))
 
-        node._server._state._engine = Engine()  # type: ignore[assignment]
+        node._server._state._driver = Engine()  # type: ignore[assignment]
 
     def _beat(self, beat: Beat) -> Beat:
         return msgspec.structs.replace(beat, **self.beat(beat))
@@ -68,13 +68,13 @@ class LyingDonor:
 
 def places_of(node: Node) -> list[tuple[str, int]]:
     """Where a node stands, and each place that it stands at from now on, in order."""
-    set_head, places = node.engine._set_head, [(node.engine.head.lineage, node.engine.head.round)]
+    set_head, places = node.driver._set_head, [(node.driver.head.lineage, node.driver.head.round)]
 
     def spy(head: Head, votes: Sequence[Vote] = ()) -> None:
         set_head(head, votes)
         places.append((head.lineage, head.round))
 
-    node.engine._set_head = spy  # type: ignore[method-assign]
+    node.driver._set_head = spy  # type: ignore[method-assign]
     return places
 
 
@@ -93,7 +93,7 @@ def test_a_donor_whose_head_is_not_signed_is_not_followed_and_is_struck(beat: Li
         async with swarm(PLAIN) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
-            lineage, genesis = s.peers["a"].node.engine.head.lineage, s.peers["a"].node.engine.head.genesis
+            lineage, genesis = s.peers["a"].node.driver.head.lineage, s.peers["a"].node.driver.head.genesis
             places = [places_of(s.peers[name].node) for name in "abc"]
             liar = LyingDonor(s.peers["x"].node)
             liar.beat = lambda told: {"round": told.round + 1, **beat}
@@ -108,7 +108,7 @@ def test_a_donor_whose_head_is_not_signed_is_not_followed_and_is_struck(beat: Li
             for stood in places:
                 assert len(stood) == len(set(stood)) > 1, stood
             for name in "abc":
-                at = s.peers[name].node.engine.head
+                at = s.peers[name].node.driver.head
                 assert (at.lineage, at.genesis) == (lineage, genesis)
             assert any(s.peers[name].node.links.strikes.get("x") for name in "abc")
 
@@ -122,16 +122,16 @@ def test_a_lineage_that_one_member_founds_is_not_followed() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
-            lineage = s.peers["a"].node.engine.head.lineage
-            engine = s.peers["x"].node.engine
-            await s.until(lambda: not engine.committer.resolving)
-            async with engine.paused():
-                engine.found_lineage(engine.head, engine.history, "a test")
+            lineage = s.peers["a"].node.driver.head.lineage
+            driver = s.peers["x"].node.driver
+            await s.until(lambda: not driver.committer.resolving)
+            async with driver.paused():
+                driver.found_lineage(driver.head, driver.history, "a test")
             began = trio.current_time()
             await s.until(lambda: len([r for r in s.peers["a"].rounds("committed") if r["t"] > began]) >= 4)
-            assert {s.peers[name].node.engine.head.lineage for name in "abc"} == {lineage}
+            assert {s.peers[name].node.driver.head.lineage for name in "abc"} == {lineage}
             # And x comes back, as the others go on with a quorum.
-            await s.until(lambda: engine.head.lineage == lineage)
+            await s.until(lambda: driver.head.lineage == lineage)
 
     run_virtual(main)
 
@@ -141,15 +141,15 @@ def test_a_head_at_a_place_of_before_is_refused() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "ab")
             await s.until(lambda: common(s, 2, 2))
-            engine = s.peers["b"].node.engine
-            head = engine.head
+            driver = s.peers["b"].node.driver
+            head = driver.head
             earlier = msgspec.structs.replace(head, round=head.round - 1)
-            assert not engine.past_heads.may_adopt(earlier)
-            assert engine.past_heads.may_adopt(msgspec.structs.replace(head, lineage="5-new"))
+            assert not driver.past_heads.may_adopt(earlier)
+            assert driver.past_heads.may_adopt(msgspec.structs.replace(head, lineage="5-new"))
             for place in (head, earlier):
                 with pytest.raises(AssertionError, match="our head before"):
-                    engine._set_head(msgspec.structs.replace(place, tokens_total=10**15))
-            assert engine.head is head
+                    driver._set_head(msgspec.structs.replace(place, tokens_total=10**15))
+            assert driver.head is head
 
     run_virtual(main)
 
@@ -160,18 +160,18 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_no_member_ha
         async with swarm(PLAIN) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
-            engine, lies = s.peers["x"].node.engine, 0
+            driver, lies = s.peers["x"].node.driver, 0
 
             def tell(to: str, message: Message) -> None:
                 nonlocal lies
                 if isinstance(message, Join):
                     lies += 1
                     message = msgspec.structs.replace(
-                        message, ready_attempt=Attempt(0, "x", "z"), ready=unheld(engine.head, lies if another else 0)
+                        message, ready_attempt=Attempt(0, "x", "z"), ready=unheld(driver.head, lies if another else 0)
                     )
                 honest(to, message)
 
-            honest, engine._attempts.tell = engine._attempts.tell, tell  # type: ignore[method-assign]
+            honest, driver._attempts.tell = driver._attempts.tell, tell  # type: ignore[method-assign]
             began = trio.current_time()
             await s.until(
                 lambda: all(
@@ -182,7 +182,7 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_no_member_ha
             )
             assert lies >= 5
             # Nobody avoids the reducers that the record names.
-            assert not any(s.peers[name].node.engine.context.avoided.backed_off(began) for name in "abc")
+            assert not any(s.peers[name].node.driver.context.avoided.backed_off(began) for name in "abc")
 
     run_virtual(main)
 
@@ -234,7 +234,7 @@ def test_a_forged_proposal_ends_no_peer_and_rounds_go_on(lie: Lie, monkeypatch: 
             monkeypatch.setattr(leader, "record_of", record_of)
 
             def gone_on() -> bool:
-                assert not any(peer.node.engine.head.record in forged for peer in s.peers.values())
+                assert not any(peer.node.driver.head.record in forged for peer in s.peers.values())
                 return len(forged) == 3 and common(s, 3, 2)
 
             await s.until(gone_on, within_s=120)
@@ -253,9 +253,9 @@ def test_a_forged_commit_ends_no_peer_even_if_a_quorum_signed_it(lie: Lie) -> No
         async with swarm(PLAIN) as s:
             start_all(s, "abc")
             await s.until(lambda: common(s, 1, 3))
-            engine, attempt = s.peers["c"].node.engine, Attempt(0, "x", "z")
-            await s.until(lambda: not engine.committer.resolving)
-            head = engine.head
+            driver, attempt = s.peers["c"].node.driver, Attempt(0, "x", "z")
+            await s.until(lambda: not driver.committer.resolving)
+            head = driver.head
             assert head.record is not None
             honest = msgspec.structs.replace(head.record, round=head.round + 1, parent_hash=head.state_hash)
             forged = msgspec.structs.replace(honest, **lie)
@@ -263,20 +263,20 @@ def test_a_forged_commit_ends_no_peer_even_if_a_quorum_signed_it(lie: Lie) -> No
             names = {peer.peer_id: peer.node.incarnation for peer in s.peers.values()}
             votes = []
             for name, incarnation in names.items():
-                prover = s.peers[name].node.engine.context.prover
+                prover = s.peers[name].node.driver.context.prover
                 ready = Ready(forged.lineage, forged.round, attempt, incarnation, forged.sha256, b"")
                 votes.append(Vote(name, incarnation, prover.signed_ready(ready).signature))
             for commit in (unproven, Commit(forged, attempt, ()), Commit(forged, attempt, tuple(votes[:1] * 3))):
                 with pytest.raises(WireError):
-                    engine.deliver("x", commit)
-            assert engine.round_state.learned is None
-            engine.deliver("x", Commit(forged, attempt, tuple(votes)))
-            assert engine.round_state.learned is not None
+                    driver.deliver("x", commit)
+            assert driver.round_state.learned is None
+            driver.deliver("x", Commit(forged, attempt, tuple(votes)))
+            assert driver.round_state.learned is not None
             steps = len(s.peers["c"].reports)
 
             def gone_on() -> bool:
-                assert engine.head.record != forged
-                return engine.head.round >= head.round + 3
+                assert driver.head.record != forged
+                return driver.head.round >= head.round + 3
 
             await s.until(gone_on, within_s=120)
             assert len(s.peers["c"].reports) > steps

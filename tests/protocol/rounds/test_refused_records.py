@@ -22,7 +22,7 @@ PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 
 
 def ready_with(s: Swarm, name: str) -> Record | None:
-    return s.peers[name].node.engine.round_state.acceptor.record
+    return s.peers[name].node.driver.round_state.acceptor.record
 
 
 # Records name contributions by Merkle roots, by nothing, and by hashes.
@@ -64,7 +64,7 @@ def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before
         async with swarm(run) as s:
             start_all(s, "abcde")
             await s.until(lambda: common(s, 2, 5))
-            silent = s.peers["e"].node.engine
+            silent = s.peers["e"].node.driver
             silent._attempts._on_call = lambda *_: None  # type: ignore[method-assign]
             silent._schedule.due = lambda *_: None  # type: ignore[method-assign]
             silent._schedule.is_ours_to_lead = lambda *_: False  # type: ignore[method-assign]
@@ -74,12 +74,12 @@ def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before
             assert record is not None
             assert {"a", "b"} < {c.peer_id for c in record.contributors}
             await s.until(have_skipped(s, "ab"))
-            takers = [s.peers[name].node.engine._taker for name in "ab"]
+            takers = [s.peers[name].node.driver._taker for name in "ab"]
             await s.until(lambda: all(taker.own is not None for taker in takers))
             for taker in takers:
                 await taker.encode(taker._context.grid.bounds(0, taker._context.state.num_blocks))
             refusing.clear()
-            await s.until(lambda: all(s.peers[name].node.engine.head.round > record.round for name in "abcd"))
+            await s.until(lambda: all(s.peers[name].node.driver.head.round > record.round for name in "abcd"))
             for name in "abcd":
                 (outcome,) = (r for r in s.peers[name].rounds("committed") if r["round"] == record.round)
                 assert outcome["record_sha256"] == record.sha256
@@ -103,8 +103,8 @@ def test_after_a_skipped_round_what_members_give_next_lands(
             refusing.update("abc")
             await s.until(have_skipped(s, "abc"))
             refusing.clear()
-            skipped = s.peers["a"].node.engine.round_state.round
-            await s.until(lambda: all(p.node.engine.head.round > skipped for p in s.peers.values()))
+            skipped = s.peers["a"].node.driver.round_state.round
+            await s.until(lambda: all(p.node.driver.head.round > skipped for p in s.peers.values()))
             for peer in s.peers.values():
                 (outcome,) = (r for r in peer.rounds("committed") if r["round"] == skipped)
                 assert (outcome["late"], outcome["reason"]) == (False, "")
@@ -130,8 +130,8 @@ def test_with_gather_a_record_with_other_bytes_of_a_member_is_refused_and_does_n
             start_all(s, "abc")
             await s.until(lambda: common(s, 2, 3))
             monkeypatch.setattr(AveragingLeader, "run", run)
-            false = s.peers["a"].node.engine.round_state.round
-            await s.until(lambda: all(p.node.engine.head.round > false for p in s.peers.values()))
+            false = s.peers["a"].node.driver.round_state.round
+            await s.until(lambda: all(p.node.driver.head.round > false for p in s.peers.values()))
             for name, peer in s.peers.items():
                 (outcome,) = (r for r in peer.rounds("committed") if r["round"] == false)
                 assert (outcome["late"], outcome["reason"]) == ((True, OTHER_NAMED) if name == "a" else (False, ""))

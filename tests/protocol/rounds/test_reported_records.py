@@ -28,8 +28,8 @@ PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 
 def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
     """A well-formed record of the round after the head of x, with one part, a mean of zeros, which x holds."""
-    engine = s.peers["x"].node.engine
-    head, num_blocks = engine.head, engine.context.state.num_blocks
+    driver = s.peers["x"].node.driver
+    head, num_blocks = driver.head, driver.context.state.num_blocks
     contributors = tuple(Contributor(name, s.peers[name].node.incarnation, 1.0, bytes(32)) for name in named)
     codec, zeros = mean_codec(PLAIN, len(named)), np.zeros((num_blocks, 64), np.float32)
     blob = b"".join(codec.encode(zeros[start:stop]) for start, stop in Grid(num_blocks).bounds(0, num_blocks))
@@ -61,7 +61,7 @@ def test_no_leader_proposes_a_reported_record_that_it_would_refuse_from_others(
     monkeypatch.setattr(Participation, "_hold", _hold)
 
     def lie(s: Swarm, x: Node) -> None:
-        parts, attempts = x.engine.context.parts, x.engine._attempts
+        parts, attempts = x.driver.context.parts, x.driver._attempts
         keep, honest = parts._drop_all_but, attempts.tell
 
         def tell(to: str, message: Message) -> None:
@@ -73,7 +73,7 @@ def test_no_leader_proposes_a_reported_record_that_it_would_refuse_from_others(
 
         attempts.tell = tell  # type: ignore[method-assign]
         parts._drop_all_but = lambda names: keep([*names, *blobs])  # type: ignore[method-assign]
-        x.engine._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
+        x.driver._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
 
     async def main() -> None:
         async with swarm(PLAIN) as s:
@@ -83,7 +83,7 @@ def test_no_leader_proposes_a_reported_record_that_it_would_refuse_from_others(
             began = trio.current_time()
 
             def rounds_of(name: str) -> list[dict[str, Any]]:
-                assert s.peers[name].node.engine.head.record not in made
+                assert s.peers[name].node.driver.head.record not in made
                 return [r for r in s.peers[name].rounds("committed") if r["t"] > began]
 
             await s.until(lambda: all(len(rounds_of(name)) >= 8 for name in "ab"), within_s=120)
@@ -111,7 +111,7 @@ def test_who_was_ready_with_a_record_is_so_again_whomever_it_sees_now(monkeypatc
 
             def lose_ready(source: str, target: str, packet: bytes) -> PacketFault:
                 if packet[1] == KIND_OF[Ready] and len(ready) < 2:
-                    record = s.peers[source].node.engine.round_state.acceptor.record
+                    record = s.peers[source].node.driver.round_state.acceptor.record
                     assert record is not None
                     ready.add(source)
                     lost.add(record.sha256)
@@ -121,9 +121,9 @@ def test_who_was_ready_with_a_record_is_so_again_whomever_it_sees_now(monkeypatc
             ready: set[str] = set()
             s.network.fault = lose_ready
             await s.until(lambda: bool(lost), within_s=60)
-            before = {name: peer.node.engine.head.round for name, peer in s.peers.items()}
+            before = {name: peer.node.driver.head.round for name, peer in s.peers.items()}
             await s.until(
-                lambda: all(peer.node.engine.head.round > before[name] for name, peer in s.peers.items()), within_s=600
+                lambda: all(peer.node.driver.head.round > before[name] for name, peer in s.peers.items()), within_s=600
             )
             assert checked.keys() & lost
 
@@ -138,12 +138,12 @@ def test_strangers_that_are_linked_and_never_contribute_have_no_round_refused(mo
             start_all(s, "abc")
             await s.until(lambda: common(s, 1, 3))
             for name in "uvwxyz":
-                engine = s.start(name).node.engine
-                monkeypatch.setattr(engine._attempts, "_on_call", lambda *args: None)
-                monkeypatch.setattr(engine._schedule, "due", lambda *args: None)
-                monkeypatch.setattr(engine._schedule, "is_ours_to_lead", lambda *args: False)
+                driver = s.start(name).node.driver
+                monkeypatch.setattr(driver._attempts, "_on_call", lambda *args: None)
+                monkeypatch.setattr(driver._schedule, "due", lambda *args: None)
+                monkeypatch.setattr(driver._schedule, "is_ours_to_lead", lambda *args: False)
             members = [s.peers[name] for name in "abc"]
-            await s.until(lambda: all(len(peer.node.engine.context.liveness.present()) == 9 for peer in members))
+            await s.until(lambda: all(len(peer.node.driver.context.liveness.present()) == 9 for peer in members))
             before = len(members[0].rounds("committed"))
             await s.until(lambda: len(members[0].rounds("committed")) >= before + 5, within_s=120)
 

@@ -180,7 +180,7 @@ def test_after_a_sleep_of_the_whole_machine_the_run_goes_on_where_it_was(kind: t
         async with swarm(PLAIN, seed=rng.randrange(2**31)) as s:
             start_all(s, "abc")
             await s.until(lambda: common(s, 2, 3))
-            lineage = s.peers["a"].node.engine.head.lineage
+            lineage = s.peers["a"].node.driver.head.lineage
             known = [set(p.node.membership.known) for p in s.peers.values()]
             s.network.latency_s = 0.3  # it takes a while to link again
             clock = trio.lowlevel.current_clock()

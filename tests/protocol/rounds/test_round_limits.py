@@ -173,7 +173,7 @@ def test_an_attempt_whose_join_cannot_be_sent_ends_at_once(monkeypatch: pytest.M
             monkeypatch.setattr(Link, "send", sends)
             await s.until(lambda: bool(unsent))
             await trio.sleep(0)
-            assert ill.node.engine.round_state.member is None
+            assert ill.node.driver.round_state.member is None
             began = trio.current_time()
             await s.until(lambda: landed(s, began, 2, "ab"), within_s=60)
             broken = False
@@ -188,7 +188,7 @@ def test_a_member_whose_chunks_do_not_decode_is_left_out_and_struck() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abcd")
             await s.until(lambda: common(s, 1, 4))
-            taker = s.peers["d"].node.engine._taker
+            taker = s.peers["d"].node.driver._taker
             encode = taker.encode
 
             async def encode_nonsense(*args: Any) -> None:
@@ -244,8 +244,8 @@ def test_an_old_attempt_that_waits_for_a_worker_ends_only_itself() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abc")
             await s.until(lambda: common(s, 1, 3))
-            engine = s.peers["b"].node.engine
-            taker = engine._taker
+            driver = s.peers["b"].node.driver
+            taker = driver._taker
             take, waiting, go_on = taker.take, trio.Event(), trio.Event()
 
             async def fail_late(window_s: float) -> Any:
@@ -257,17 +257,17 @@ def test_an_old_attempt_that_waits_for_a_worker_ends_only_itself() -> None:
 
             taker.take = fail_late  # type: ignore[method-assign]
             await waiting.wait()
-            old = engine.round_state.member
+            old = driver.round_state.member
             assert old is not None
-            head = engine.head
+            head = driver.head
             higher = Attempt(old.attempt.counter + 1, "c", s.peers["c"].node.incarnation)
-            engine.deliver("c", Call(head.lineage, head.round + 1, higher, 0.5))
+            driver.deliver("c", Call(head.lineage, head.round + 1, higher, 0.5))
             go_on.set()
             await trio.sleep(0.01)
-            assert engine.round_state.member is not None
-            assert engine.round_state.member.attempt == higher
-            assert engine._attempts._member is not None
-            assert engine._attempts._member.attempt == higher
+            assert driver.round_state.member is not None
+            assert driver.round_state.member.attempt == higher
+            assert driver._attempts._member is not None
+            assert driver._attempts._member.attempt == higher
 
     run_virtual(main)
 
@@ -302,7 +302,7 @@ class Member(Endpoint):
 
     @property
     def head(self) -> Head:
-        return next(iter(self.swarm.peers.values())).node.engine.head
+        return next(iter(self.swarm.peers.values())).node.driver.head
 
     async def on_message(self, link: Link, message: Message, payload: bytes) -> None:
         await super().on_message(link, message, payload)
@@ -365,7 +365,7 @@ def three_and_x(test: Callable[[Swarm, Member], Any], *, run: RunConfig = PLAIN)
                 await trio.sleep(1.5)  # a beat, so that x counts as a trainer
                 await test(s, x)
             s.check()
-            assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
+            assert len({p.node.driver.head.lineage for p in s.peers.values()}) == 1
 
     run_virtual(main)
 
@@ -376,7 +376,7 @@ def test_a_leader_that_falls_silent_after_its_call_delays_no_peer() -> None:
         x.tell(x.call(7, window_s=1e9))
         await trio.sleep(0.5)
         if x.head.round == promised:
-            assert any(p.node.engine.round_state.acceptor.promised.leader == "x" for p in s.peers.values())
+            assert any(p.node.driver.round_state.acceptor.promised.leader == "x" for p in s.peers.values())
         await s.until(lambda: landed(s, began, 3), within_s=60)
 
     three_and_x(test)
@@ -389,7 +389,7 @@ def test_a_leader_that_calls_again_and_again_and_never_comes_to_an_end_is_not_fo
 
         async def call_forever() -> None:
             while True:
-                counter = 1 + max(p.node.engine.round_state.acceptor.promised.counter for p in s.peers.values())
+                counter = 1 + max(p.node.driver.round_state.acceptor.promised.counter for p in s.peers.values())
                 call = x.call(counter, window_s=1e9)
                 x.tell(call)
                 if says != "nothing":
@@ -413,7 +413,7 @@ def test_a_leader_whose_attempts_come_to_nothing_gets_no_new_chance_from_the_rou
 
         async def call_forever() -> None:
             while True:
-                call = x.call(1 + max(p.node.engine.round_state.highest for p in s.peers.values()), window_s=0.3)
+                call = x.call(1 + max(p.node.driver.round_state.highest for p in s.peers.values()), window_s=0.3)
                 x.tell(call)
                 await trio.sleep(0.3)
                 if says == "abort":
@@ -440,7 +440,7 @@ def test_a_counter_without_measure_is_not_believed(counter: int) -> None:
             x.tell(x.call(counter))
             await trio.sleep(0.3)
         await s.until(lambda: landed(s, began, 4), within_s=40)
-        assert all(p.node.engine.round_state.highest < 2**20 for p in s.peers.values())
+        assert all(p.node.driver.round_state.highest < 2**20 for p in s.peers.values())
 
     three_and_x(test)
 
@@ -584,26 +584,26 @@ def test_a_commit_counts_only_with_the_signatures_of_the_voters() -> None:
             x.tell(signed_by("x", forged, s.run.digest))
             await trio.sleep(0.5)
         await s.until(lambda: landed(s, began, 4), within_s=60)
-        assert all(p.node.engine.head.tokens_total < 2**40 for p in s.peers.values())
-        assert all(p.node.state.hashes.state == p.node.engine.head.state_hash for p in s.peers.values())
+        assert all(p.node.driver.head.tokens_total < 2**40 for p in s.peers.values())
+        assert all(p.node.state.hashes.state == p.node.driver.head.state_hash for p in s.peers.values())
 
     three_and_x(test)
 
 
 def test_a_stranger_replaces_no_call_that_waits_for_an_outcome_to_land() -> None:
     async def test(s: Swarm, x: Member) -> None:
-        engine = s.peers["a"].node.engine
-        while engine.committer.resolving:
+        driver = s.peers["a"].node.driver
+        while driver.committer.resolving:
             await trio.sleep(0.1)
         call = x.call(5)
-        engine.committer.resolving = True
-        engine.deliver("b", call)
+        driver.committer.resolving = True
+        driver.deliver("b", call)
         for i in range(200):
-            engine.deliver(f"stranger {i}", call)
-        held, engine.committer.resolving = dict(engine._deferred), False
+            driver.deliver(f"stranger {i}", call)
+        held, driver.committer.resolving = dict(driver._deferred), False
         assert ("b", Call) in held
         assert len(held) == MAX_DEFERRED
-        engine._deferred.clear()
+        driver._deferred.clear()
 
     three_and_x(test)
 
@@ -614,19 +614,19 @@ def test_a_deferred_message_that_fails_closes_the_link_of_its_sender(
 ) -> None:
     async def test(s: Swarm, x: Member) -> None:
         node = s.peers["a"].node
-        engine, link = node.engine, node.links.live["x"]
-        while engine.committer.resolving:
+        driver, link = node.driver, node.links.live["x"]
+        while driver.committer.resolving:
             await trio.sleep(0.1)
-        engine.committer.resolving = True
-        engine.deliver("x", x.call(5))
-        engine.committer.resolving = False
+        driver.committer.resolving = True
+        driver.deliver("x", x.call(5))
+        driver.committer.resolving = False
 
         def fail(*_: object) -> None:
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._attempts, "receive", fail)
-            engine.resolved()
+            patch.setattr(driver._attempts, "receive", fail)
+            driver.resolved()
         assert link.lost.is_set()
         assert node.links.strikes.get("x", 0) == isinstance(error, WireError)
         tracebacks = [record for record in caplog.records if record.exc_info]
@@ -703,7 +703,7 @@ def test_chunks_that_come_before_the_roster_count(monkeypatch: pytest.MonkeyPatc
                     yield chunk
 
             monkeypatch.setattr(EarlyChunks, "take", note)
-            deliver = s.peers["c"].node.engine.deliver
+            deliver = s.peers["c"].node.driver.deliver
 
             def deliver_late(sender: str, message: Message, payload: bytes = b"") -> None:
                 if isinstance(message, Roster):
@@ -715,7 +715,7 @@ def test_chunks_that_come_before_the_roster_count(monkeypatch: pytest.MonkeyPatc
                 await trio.sleep(0.3)
                 deliver(sender, message)
 
-            s.peers["c"].node.engine.deliver = deliver_late  # type: ignore[method-assign]
+            s.peers["c"].node.driver.deliver = deliver_late  # type: ignore[method-assign]
             began = trio.current_time()
             await s.until(lambda: after(s, began, 3), within_s=30)
             assert set(early) >= {"a", "b"}

@@ -31,7 +31,7 @@ def test_four_peers_commit_the_weighted_mean_of_all_four() -> None:
             start_all(s, "abcd", witness)
             await s.until(lambda: common(s, 4, 4))
             assert witness.check_values() >= 12
-            heads = {p.node.engine.head.state_hash for p in s.peers.values()}
+            heads = {p.node.driver.head.state_hash for p in s.peers.values()}
             assert len(heads) <= 2  # one round may just be landing
 
     run_virtual(main)
@@ -100,7 +100,7 @@ def test_a_left_out_member_keeps_its_weights_once_and_adopts_the_anchor_the_seco
             assert [landing.kind for landing in landings[:2]] == ["keep", "write"]
             assert landings[1].report.tokens_discarded > 0
             await s.until(lambda: lagging.exchange.epoch.round >= landings[1].epoch.round)
-            await s.until(lambda: s.peers["a"].node.engine.head.round >= landings[1].epoch.round + 1)
+            await s.until(lambda: s.peers["a"].node.driver.head.round >= landings[1].epoch.round + 1)
 
     run_virtual(main)
 
@@ -112,7 +112,7 @@ def test_a_run_with_a_length_ends_in_one_plain_average_on_all() -> None:
             await s.until(lambda: all(p.exchange.finished for p in s.peers.values()))
             last = [p.rounds()[-1] for p in s.peers.values()]
             assert len({(e["lineage"], e["round"], e["anchor_hash"]) for e in last}) == 1
-            record = s.peers["a"].node.engine.head.record
+            record = s.peers["a"].node.driver.head.record
             assert record is not None
             assert (record.outer_lr, record.outer_momentum, record.run_step) == (1.0, 0.0, 110)
             assert all(p.exchange.run_step == 110 for p in s.peers.values())
@@ -153,7 +153,7 @@ def test_a_peer_that_missed_the_last_rounds_adopts_the_weights_of_the_others() -
             s.network.partition()
             late = s.peers["c"]
             await s.until(lambda: late.exchange.finished)
-            assert late.node.engine.head.state_hash == s.peers["a"].node.engine.head.state_hash
+            assert late.node.driver.head.state_hash == s.peers["a"].node.driver.head.state_hash
             assert torch.equal(late.flat(), s.peers["a"].flat())
 
     run_virtual(main)
@@ -166,7 +166,7 @@ def test_intervals_follow_speeds_and_tokens_weigh() -> None:
             s.start("b", step_s=0.2)
             s.start("c", step_s=0.4)
             await s.until(lambda: common(s, 4, 3))
-            record = s.peers["a"].node.engine.head.record
+            record = s.peers["a"].node.driver.head.record
             assert record is not None
             intervals = dict(record.intervals)
             assert 70 <= intervals["a"] <= 90
@@ -202,13 +202,13 @@ def test_the_last_survivor_of_a_quorum_goes_on_alone_and_a_minority_waits() -> N
             s.kill("c")
             died = trio.current_time()
             survivor = s.peers["a"]
-            lineage = survivor.node.engine.head.lineage
+            lineage = survivor.node.driver.head.lineage
             await trio.sleep(30)
             # One of three voters is no quorum: it trains on, and commits nothing of the old lineage.
             assert not [r for r in survivor.rounds() if r["t"] > died + 15]
-            assert survivor.node.engine.head.lineage == lineage
+            assert survivor.node.driver.head.lineage == lineage
             steps = survivor.exchange.steps
-            await s.until(lambda: survivor.node.engine.head.lineage != lineage)
+            await s.until(lambda: survivor.node.driver.head.lineage != lineage)
             assert trio.current_time() - died > 55
             assert survivor.exchange.steps > steps
             await s.until(lambda: bool([r for r in survivor.rounds("solo") if r["lineage"] != lineage]))
@@ -224,10 +224,10 @@ def test_a_voter_that_was_started_anew_is_not_waited_for(rounds: int) -> None:
         async with swarm() as s:
             start_all(s, "ab")
             await s.until(lambda: s.peers["b"].node.ready.is_set() and common(s, rounds, 2))
-            lineage = s.peers["b"].node.engine.head.lineage
+            lineage = s.peers["b"].node.driver.head.lineage
             s.kill("a")
             await trio.sleep(8)
-            assert s.peers["b"].node.engine.head.lineage == lineage
+            assert s.peers["b"].node.driver.head.lineage == lineage
             s.start("a")
             back = trio.current_time()
             await s.until(
@@ -236,7 +236,7 @@ def test_a_voter_that_was_started_anew_is_not_waited_for(rounds: int) -> None:
                 ),
                 within_s=25,
             )
-            assert s.peers["a"].node.engine.head.lineage != lineage
+            assert s.peers["a"].node.driver.head.lineage != lineage
 
     run_virtual(main)
 
@@ -283,7 +283,7 @@ def test_a_call_that_comes_at_the_moment_of_joining_is_followed(monkeypatch: pyt
             founder = s.start("a", founder=True)
             await s.until(lambda: bool(founder.rounds("solo")))
             joiner = s.start("b")
-            ready, engine = joiner.node.ready, joiner.node.engine
+            ready, driver = joiner.node.ready, joiner.node.driver
 
             class Ready:
                 """Tells that `b` is ready, and `a` calls it to a round in that instant."""
@@ -292,7 +292,7 @@ def test_a_call_that_comes_at_the_moment_of_joining_is_followed(monkeypatch: pyt
 
                 def set(self) -> None:
                     ready.set()
-                    engine.deliver("a", Call(engine.head.lineage, engine.head.round + 1, Attempt(7, "a", "a.1"), 0.5))
+                    driver.deliver("a", Call(driver.head.lineage, driver.head.round + 1, Attempt(7, "a", "a.1"), 0.5))
 
             monkeypatch.setattr(joiner.node, "ready", Ready())
             await s.until(lambda: common(s, 2, 2))
@@ -307,16 +307,16 @@ def test_after_a_while_a_peer_keeps_only_the_parts_that_it_averaged() -> None:
         async with swarm(run) as s:
             start_all(s, "ab")
             await s.until(lambda: common(s, 1, 2), within_s=400)
-            record = s.peers["a"].node.engine.head.record
+            record = s.peers["a"].node.driver.head.record
             assert record is not None
-            kept = {name: peer.node.engine.context.parts._parts for name, peer in s.peers.items()}
+            kept = {name: peer.node.driver.context.parts._parts for name, peer in s.peers.items()}
             assert all(len(parts) == len(record.parts) == 2 for parts in kept.values())
             await trio.sleep(40)
             for name, peer in s.peers.items():
                 own = {part.digest for part in record.parts if part.holder == name}
-                assert set(peer.node.engine.context.parts._parts) == own
+                assert set(peer.node.driver.context.parts._parts) == own
             # A late member still finds every part.
-            await s.peers["b"].node.engine.context.parts.fetch(record, ["a"])
+            await s.peers["b"].node.driver.context.parts.fetch(record, ["a"])
 
     run_virtual(main)
 
@@ -391,7 +391,7 @@ def test_an_outer_step_waits_for_what_an_attempt_has_begun_in_worker_threads(mon
 
     async def main() -> None:
         async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
-            context = {name: s.start(name).node.engine.context for name in "abc"}["c"]
+            context = {name: s.start(name).node.driver.context for name in "abc"}["c"]
             context.compute = Worker()
 
             async def slow_to_encode(compute: Compute, work: Callable[..., Any], pieces: Sequence[Any]) -> list[Any]:

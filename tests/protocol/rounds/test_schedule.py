@@ -53,7 +53,7 @@ class Room:
         context: Any = SimpleNamespace(
             peer_id="a", run=self.run, timeouts=Timeouts(peer_timeout_s=30.0, round_timeout_s=600.0),
             exchange=SimpleNamespace(round_due=self.due, at_length=self.at_length, step_s=self.step_s),
-            host=SimpleNamespace(trainers=lambda: tuple(self.trainers), joiners=lambda: self.joiners),
+            host=SimpleNamespace(lineage_peers=lambda: tuple(self.trainers), joiners=lambda: self.joiners),
             links=SimpleNamespace(trainers=lambda: tuple(self.trainers if self.linked is None else self.linked)),
             liveness=SimpleNamespace(
                 present=lambda: present, is_alone=lambda head: self.alone, round_trip_s=lambda: self.round_trip_s,

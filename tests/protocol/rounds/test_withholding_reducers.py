@@ -30,7 +30,7 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
         async with swarm(PLAIN, shapes=FOUR_CHUNKS) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
-            x, reported = s.peers["x"].node.engine, list[str]()
+            x, reported = s.peers["x"].node.driver, list[str]()
             honest = x._attempts.tell
 
             async def serve(link: Link, request: Request) -> None:
@@ -38,7 +38,7 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
 
             async def report(to: str, message: Message) -> None:
                 if late:
-                    await trio.sleep_until(deadline_s(s.peers[to].node.engine.round_state) - 0.02)
+                    await trio.sleep_until(deadline_s(s.peers[to].node.driver.round_state) - 0.02)
                 honest(to, message)
 
             def tell(to: str, message: Message) -> None:
@@ -57,7 +57,7 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
 
             def gone_on() -> bool:
                 for name in "abc":
-                    avoided = s.peers[name].node.engine.context.avoided.backed_off(trio.current_time())
+                    avoided = s.peers[name].node.driver.context.avoided.backed_off(trio.current_time())
                     assert avoided <= {"x"}, name
                 rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
                 return bool(reported) and all(len(of) >= 5 for of in rounds)
@@ -67,7 +67,7 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
             assert len(reported) == len(set(reported))
             if late:
                 # The leader's next attempt has more time, should the reducer only be slow.
-                assert s.peers[reported[0]].node.engine.context.timeouts.attempt_s() == MARGIN * MIN_ATTEMPT_S
+                assert s.peers[reported[0]].node.driver.context.timeouts.attempt_s() == MARGIN * MIN_ATTEMPT_S
 
     run_virtual(main)
 
@@ -81,7 +81,7 @@ def test_who_got_no_part_of_its_reducer_gets_it_of_others_during_the_next_round(
         async with swarm(dataclasses.replace(PLAIN, sync_every=100), shapes=FOUR_CHUNKS) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
-            a, x, pushed = s.peers["a"], s.peers["x"].node.engine.context.parts, s.peers["x"].node.engine.context.pushed
+            a, x, pushed = s.peers["a"], s.peers["x"].node.driver.context.parts, s.peers["x"].node.driver.context.pushed
             push, serve, replaced = pushed._push, x.serve, list[str]()
 
             async def push_to_others(link: Link, mean: MeanPush) -> None:
@@ -98,21 +98,21 @@ def test_who_got_no_part_of_its_reducer_gets_it_of_others_during_the_next_round(
                 if record.round > round_:
                     raise RoundFailedError("refused")
 
-            round_ = a.node.engine.round_state.round
+            round_ = a.node.driver.round_state.round
             pushed._push, x.serve = push_to_others, serve_others  # type: ignore[method-assign]
             monkeypatch.setattr(Participation, "_check_mean", refuse)
             monkeypatch.setattr(a.node, "fall_behind", replaced.append)
-            stores = {name: s.peers[name].node.engine.context.parts for name in "bcx"}
-            await s.until(lambda: all(s.peers[name].node.engine.head.round == round_ for name in "bcx"))
+            stores = {name: s.peers[name].node.driver.context.parts for name in "bcx"}
+            await s.until(lambda: all(s.peers[name].node.driver.head.round == round_ for name in "bcx"))
             landed = trio.current_time()
-            await s.until(lambda: all(s.peers[name].node.engine._taker.own is not None for name in "bcx"))
-            assert a.node.engine.head.round < round_
+            await s.until(lambda: all(s.peers[name].node.driver._taker.own is not None for name in "bcx"))
+            assert a.node.driver.head.round < round_
             await s.until(lambda: bool(replaced) or a.rounds("committed")[-1]["round"] == round_)
             assert not replaced
             # However late somebody is.
             await trio.sleep_until(landed + KEEP_ALL_S + 5)
             for name, store in stores.items():
-                record = s.peers[name].node.engine.head.record
+                record = s.peers[name].node.driver.head.record
                 assert record is not None
                 assert set(store._kept) <= {part.digest for part in record.parts if part.holder == name}
 

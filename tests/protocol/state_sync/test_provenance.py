@@ -24,7 +24,7 @@ def checkpoint_of(s: Swarm, name: str) -> Restored:
     state = exchange.new_state()
     state.copy_from(node.state)
     return Restored(
-        state, node.engine.head, exchange.run_step, History(node.engine.history.genesis, node.engine.history.entries)
+        state, node.driver.head, exchange.run_step, History(node.driver.history.genesis, node.driver.history.entries)
     )
 
 
@@ -34,7 +34,7 @@ def test_a_joiner_joins_only_the_run_that_its_user_named(pin: str) -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abc")
             await s.until(lambda: common(s, 3, 3))
-            record = next(name_of(e) for e in s.peers["a"].node.engine.history.entries if e.commit)
+            record = next(name_of(e) for e in s.peers["a"].node.driver.history.entries if e.commit)
             pins = {
                 "founder": Pins(founder="a"), "anchor": Pins(anchor=record), "both": Pins(record, "a"),
                 "another founder": Pins(founder="b"), "another anchor": Pins(anchor="0" * 64),
@@ -71,7 +71,7 @@ def test_a_pinned_peer_with_a_checkpoint_joins_its_run_again(monkeypatch: pytest
             again = s.start("c", restored=saved)
             again.node.state_sync.joining._pins = Pins(record, "a")
             await s.until(again.node.ready.is_set)
-            assert again.node.engine.head.lineage == s.peers["a"].node.engine.head.lineage
+            assert again.node.driver.head.lineage == s.peers["a"].node.driver.head.lineage
 
     run_virtual(main)
 
@@ -119,14 +119,14 @@ def test_a_member_leaves_its_run_for_no_other(pinned: bool) -> None:
             a = s.start("a", founder=True, chosen="b")
             start_all(s, "bc")
             await s.until(lambda: bool(a.rounds()) and len(s.peers["b"].rounds("committed")) >= 2)
-            engine, sync = a.node.engine, a.node.state_sync
-            ours, saved = engine.head.genesis, checkpoint_of(s, "b")
+            driver, sync = a.node.driver, a.node.state_sync
+            ours, saved = driver.head.genesis, checkpoint_of(s, "b")
             if pinned:
-                sync._pins = Pins(anchor=next(name_of(e) for e in engine.history.entries if e.commit))
+                sync._pins = Pins(anchor=next(name_of(e) for e in driver.history.entries if e.commit))
             s.network.partition()
             await s.until(lambda: "b" in a.node.links.live)
             await trio.sleep(30)
-            assert (engine.head.genesis == ours) == pinned
+            assert (driver.head.genesis == ours) == pinned
             if pinned:
                 with pytest.raises(RunMismatchError):
                     await sync.can_restore(saved)
@@ -139,7 +139,7 @@ def test_an_anchor_that_our_history_no_longer_reaches_is_kept_by_what_goes_on_fr
         async with swarm(PLAIN) as s:
             a = s.start("a", founder=True)
             await s.until(lambda: len(a.rounds()) >= 5)
-            sync, history = a.node.state_sync, a.node.engine.history
+            sync, history = a.node.state_sync, a.node.driver.history
             assert history.genesis is not None
             entries = list(history.entries)
             sync._pins = Pins(anchor=next(name_of(e) for e in entries if e.commit))

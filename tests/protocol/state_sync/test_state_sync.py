@@ -740,7 +740,7 @@ def test_partners_that_announce_the_same_round_are_all_followed_again_at_once() 
         async with swarm(RUN, latency_s=0.01) as s:
             await trained(s, "abcd")
             node = s.peers["a"].node
-            take, behind = node.on_message, node.engine.head.round
+            take, behind = node.on_message, node.driver.head.round
 
             async def take_beats(link: Link, message: Message, payload: bytes) -> None:
                 if isinstance(message, Beat | Request):
@@ -749,8 +749,8 @@ def test_partners_that_announce_the_same_round_are_all_followed_again_at_once() 
             node.on_message = take_beats  # type: ignore[method-assign]
             for _ in range(300):
                 await trio.sleep(0.1)
-                assert not node.engine._futile.backed_off(trio.current_time())
-            assert node.engine.head.round >= behind + 3
+                assert not node.driver._futile.backed_off(trio.current_time())
+            assert node.driver.head.round >= behind + 3
 
     run_virtual(main)
 
@@ -776,9 +776,9 @@ def test_false_claims_to_be_ahead_are_followed_less_and_less_and_delay_no_other_
 
             node.state_sync._follow_record = follow  # type: ignore[method-assign]
             lie("b")
-            began = node.engine.head.round
+            began = node.driver.head.round
             await trio.sleep(120)
-            assert node.engine.head.round > began + 5
+            assert node.driver.head.round > began + 5
             times = [at_s for _, at_s in asked]
             gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
             assert 3 <= len(times) <= 6
@@ -883,7 +883,7 @@ def test_a_donor_whose_memory_is_damaged_is_refused_and_another_serves() -> None
             await s.until(d.node.ready.is_set, within_s=30)
             assert trio.current_time() - joined < 4
             assert np.array_equal(d.node.state.anchor, s.peers["a"].node.state.anchor)
-            assert d.node.engine.head.anchor_hash == s.peers["a"].node.engine.head.anchor_hash
+            assert d.node.driver.head.anchor_hash == s.peers["a"].node.driver.head.anchor_hash
 
     run_virtual(main)
 
@@ -901,7 +901,7 @@ def test_fresh_peers_do_not_donate_to_each_other() -> None:
                 "a": ["founded the run"],
                 **{name: ["adopted the swarm's state"] for name in "bcd"},
             }
-            lineages = {p.node.engine.head.lineage for p in s.peers.values()}
+            lineages = {p.node.driver.head.lineage for p in s.peers.values()}
             assert len(lineages) == 1
             await s.until(lambda: same_round(s, 0), within_s=20)
 
@@ -998,7 +998,7 @@ def test_peers_that_only_claim_to_have_a_state_keep_no_peer_from_joining(says: s
             await trio.sleep(1)
             s.network.partition()
             await s.until(lambda: s.peers["c"].node.ready.is_set(), within_s=400)
-            assert s.peers["c"].node.engine.head.genesis == s.peers["a"].node.engine.head.genesis
+            assert s.peers["c"].node.driver.head.genesis == s.peers["a"].node.driver.head.genesis
             await trio.sleep(30)
             assert [peer.error for peer in s.peers.values()] == [None, None]
             assert s.peers["c"].rounds("committed")

@@ -78,7 +78,9 @@ class RecordFetcher:
         So peers that did not take part in a round do not all ask the same ones.
         """
         context, beats = self._context, self._context.liveness.beats()
-        partners = sorted(context.host.trainers(), key=lambda peer: rank(context.peer_id + record.parent_hash, peer))
+        partners = sorted(
+            context.host.lineage_peers(), key=lambda peer: rank(context.peer_id + record.parent_hash, peer)
+        )
         return partners, [peer for peer in partners if peer in beats and beats[peer].round >= record.round]
 
     async def _run(self, fetch: _Fetch) -> None:

@@ -238,8 +238,8 @@ class Participation:
         context = self._context
         if context.codec.size_bytes(context.state.num_blocks) >= BULK_FROM_BYTES:
             # Before the roster names the reducers: a handshake takes two round trips. The other side does the same.
-            trainers = (context.links.get(peer) for peer in context.host.trainers() if context.peer_id < peer)
-            context.links.bulk.open_soon(link for link in trainers if link is not None)
+            links = (context.links.get(peer) for peer in context.host.lineage_peers() if context.peer_id < peer)
+            context.links.bulk.open_soon(link for link in links if link is not None)
         own = await self._taker.take(window_s)
         join = self._join(own)
         # A Join that others would refuse costs us this attempt; sent, it would be a strike for us at every leader.

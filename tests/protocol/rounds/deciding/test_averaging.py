@@ -338,6 +338,6 @@ def test_a_member_that_sends_different_bytes_to_others_does_not_split_the_round(
             told = trio.current_time()
             # The swarm checks that all commit the same state.
             await s.until(lambda: sum(r["t"] > told for r in s.peers["c"].rounds()) >= 3)
-            assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
+            assert len({p.node.driver.head.lineage for p in s.peers.values()}) == 1
 
     run_virtual(main)

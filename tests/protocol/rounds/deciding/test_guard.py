@@ -154,7 +154,7 @@ def test_clip_keeps_such_a_member_with_the_weight_that_its_norm_allows() -> None
             scale_contributions(s.peers["x"], 1e6)
             began = trio.current_time()
             await s.until(lambda: all(len(rounds) >= 1 for rounds in rounds_since(s, began, "ab")), within_s=60)
-            record = s.peers["a"].node.engine.head.record
+            record = s.peers["a"].node.driver.head.record
             assert record is not None
             weights = {c.peer_id: c.weight for c in record.contributors}
             assert set(weights) == set("abx")
@@ -182,8 +182,8 @@ def test_of_two_members_the_other_is_scaled_down_in_the_rounds_that_we_lead() ->
         async with swarm(PLAIN) as s:
             start_all(s, "ax")
             await s.until(lambda: common(s, 1, 2))
-            a, began = s.peers["a"].node.engine, trio.current_time()
-            x = s.peers["x"].node.engine._schedule
+            a, began = s.peers["a"].node.driver, trio.current_time()
+            x = s.peers["x"].node.driver._schedule
             x.is_ours_to_lead = lambda *_: False  # type: ignore[method-assign]
             scale_contributions(s.peers["x"], 1e6)
             await s.until(lambda: all(len(rounds) >= 1 for rounds in rounds_since(s, began, "a")), within_s=120)
@@ -202,8 +202,8 @@ FIVE_CHUNKS: Shapes = [("head", (5000, 64))]
 
 def lie_as_reducer(peer: TestPeer, lie: Callable[[Arrived], dict[str, Any]]) -> list[Arrived]:
     """Let a peer change its reports as a reducer; returns those that it changes."""
-    engine, lies = peer.node.engine, list[Arrived]()
-    honest = engine._attempts.tell
+    driver, lies = peer.node.driver, list[Arrived]()
+    honest = driver._attempts.tell
 
     def tell(to: str, message: Message) -> None:
         if isinstance(message, Arrived) and message.complete:
@@ -211,7 +211,7 @@ def lie_as_reducer(peer: TestPeer, lie: Callable[[Arrived], dict[str, Any]]) -> 
             lies.append(message)
         honest(to, message)
 
-    engine._attempts.tell = tell  # type: ignore[method-assign]
+    driver._attempts.tell = tell  # type: ignore[method-assign]
     return lies
 
 
@@ -253,7 +253,7 @@ def test_the_reducer_of_the_largest_span_is_avoided_however_many_spans_a_part_ha
 
     async def main() -> None:
         async with swarm(PLAIN) as s:
-            context = s.start("a").node.engine.context
+            context = s.start("a").node.driver.context
             member = Participation(context, Attempt(0, "y", "y.1"), HEAD, Any, Any, Any)  # type: ignore[arg-type]
             own = SimpleNamespace(squared_norm=lambda *_: 1.0)
             await member._avoid_largest(record, norms, own)  # type: ignore[arg-type]
@@ -378,7 +378,7 @@ def test_refusals_of_leaders_that_are_no_voters_leave_the_limit() -> None:
 
 def multiply_mean(peer: TestPeer, factor: float) -> None:
     """Let a peer serve `factor` times the mean of its part."""
-    context = peer.node.engine.context
+    context = peer.node.driver.context
     honest, codec = context.averaging, context.codec
 
     class Liar:
@@ -412,7 +412,7 @@ def test_a_reducer_that_multiplies_the_mean_costs_some_attempts_and_is_not_asked
 
             await s.until(recovered, within_s=120)
             assert spoil(s, "abc") < 5
-            head = s.peers["a"].node.engine.head
+            head = s.peers["a"].node.driver.head
             assert head.record is not None
             assert "x" not in {part.holder for part in head.record.parts}
 
@@ -427,7 +427,7 @@ def test_a_swarm_whose_means_have_really_grown_goes_on() -> None:
             await s.until(lambda: common(s, 4, 3))
             for peer in s.peers.values():
                 for _ in range(8):
-                    peer.node.engine.context.mean_guard.note(spans(1.0))  # a fiftieth of what they are
+                    peer.node.driver.context.mean_guard.note(spans(1.0))  # a fiftieth of what they are
             began = trio.current_time()
             await s.until(lambda: all(len(rounds) >= 6 for rounds in rounds_since(s, began, "abc")), within_s=120)
 
@@ -442,7 +442,7 @@ def test_a_committed_mean_is_followed_however_large_it_is(caplog: pytest.LogCapt
         async with swarm(PLAIN) as s:
             start_all(s, "abcd")
             await s.until(lambda: common(s, 4, 4))
-            guard = s.peers["d"].node.engine.context.mean_guard
+            guard = s.peers["d"].node.driver.context.mean_guard
             for _ in range(8):
                 guard.note(spans(1e-12))
             began = trio.current_time()

@@ -50,7 +50,7 @@ def start(s: Swarm) -> None:
 
 
 def audits_of(peer: TestPeer) -> Audits:
-    return peer.node.engine.committer.audits
+    return peer.node.driver.committer.audits
 
 
 def strikes(s: Swarm, by: str = "abc") -> dict[str, set[str]]:
@@ -60,9 +60,9 @@ def strikes(s: Swarm, by: str = "abc") -> dict[str, set[str]]:
 
 def reduce_falsely(peer: TestPeer, factor: float = 1.5) -> list[float]:
     """Let a peer average its part falsely, by a factor that no other check sees; the list has one for each chunk."""
-    engine, lies = peer.node.engine, list[float]()
-    honest = engine.context.averaging
-    codec = engine.context.codec
+    driver, lies = peer.node.driver, list[float]()
+    honest = driver.context.averaging
+    codec = driver.context.codec
 
     class Liar:
         def __getattr__(self, name: str) -> Any:
@@ -75,7 +75,7 @@ def reduce_falsely(peer: TestPeer, factor: float = 1.5) -> list[float]:
             lies.append(factor)
             return codec.encode(np.float32(factor) * codec.decode(honest.merge(encoded, num_blocks), num_blocks))
 
-    engine.context.averaging = Liar()  # type: ignore[assignment]
+    driver.context.averaging = Liar()  # type: ignore[assignment]
     return lies
 
 
@@ -88,7 +88,7 @@ def test_a_reducer_that_lies_is_struck_by_all_and_avoided_afterwards(
         async with swarm(PLAIN) as s:
             start(s)
             await s.until(lambda: common(s, 1, 4))
-            record = s.peers["a"].node.engine.head.record
+            record = s.peers["a"].node.driver.head.record
             assert record is not None
             liar = record.parts[0].holder
             others = NAMES.replace(liar, "")
@@ -102,7 +102,7 @@ def test_a_reducer_that_lies_is_struck_by_all_and_avoided_afterwards(
             told = trio.current_time()
             await s.until(lambda: all(p.rounds()[-1]["t"] > told + 25 for p in s.peers.values()), within_s=120)
             for name in others:
-                head = s.peers[name].node.engine.head
+                head = s.peers[name].node.driver.head
                 assert head.record is not None
                 assert liar not in {part.holder for part in head.record.parts}
 
@@ -187,7 +187,7 @@ def test_the_accused_round_is_checked_though_another_one_lands_meanwhile() -> No
                 return Verdict.UNKNOWN
 
             audits._verify = verify  # type: ignore[method-assign]
-            peer.node.engine.deliver(draw.auditor, Accuse(record.lineage, record.round, draw.part))
+            peer.node.driver.deliver(draw.auditor, Accuse(record.lineage, record.round, draw.part))
             # Before the task that checks it has begun.
             await audits.keep(msgspec.structs.replace(record, round=record.round + 1), None)
             await trio.sleep(0.1)

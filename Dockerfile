@@ -13,12 +13,11 @@ ARG GPU=
 WORKDIR /build
 # Without pip: this environment is the whole of what the image below gets from here.
 RUN python -m venv --without-pip /opt/p2ptrain
-# First what p2ptrain depends on, for which its version and an empty package are enough: a layer that outlives changes
-# of its code.
+# First what p2ptrain depends on, for which the file with its version is enough: a layer that outlives changes of its
+# code.
 COPY setup.cfg pyproject.toml constraints.txt ./
-COPY p2ptrain/version.py p2ptrain/version.py
-RUN touch p2ptrain/__init__.py && \
-    python -m pip --python /opt/p2ptrain/bin/python install --no-cache-dir --disable-pip-version-check \
+COPY p2ptrain/__init__.py p2ptrain/__init__.py
+RUN python -m pip --python /opt/p2ptrain/bin/python install --no-cache-dir --disable-pip-version-check \
         -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} '.[all]' && \
     if [ -n "$GPU" ]; then /opt/p2ptrain/bin/python -c \
         'import sys, torch; sys.exit(None if torch.version.cuda or torch.version.hip else f"GPU=1, but pip chose torch {torch.__version__}, which knows no GPU: give TORCH_INDEX= an index with builds for GPUs")'; \

@@ -11,8 +11,6 @@ Names are imported on first use: importing torch and the network takes seconds, 
 import importlib
 from typing import TYPE_CHECKING
 
-from p2ptrain.version import __version__
-
 if TYPE_CHECKING:
     from p2ptrain.api import DiLoCo, Sparta, join
     from p2ptrain.errors import ConfigError, RunMismatchError
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
     from p2ptrain.protocol.exchange.types import RoundReport, StepReport
     from p2ptrain.simulation.experiment import Experiment
     from p2ptrain.simulation.swarm import simulate
+
+__version__ = "0.1.0"  # setup.cfg reads it from here
 
 _HOMES = {
     "ConfigError": "p2ptrain.errors",

@@ -10,6 +10,7 @@ import sys
 import click
 from click.shell_completion import get_completion_class
 
+from p2ptrain import __version__
 from p2ptrain.cli.bootstrap import bootstrap
 from p2ptrain.cli.config import config
 from p2ptrain.cli.dashboard import dashboard
@@ -26,7 +27,6 @@ from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.settings.run_key import without_secrets
 from p2ptrain.settings.torchrun import rank_of
 from p2ptrain.signals import interrupt_on_signals
-from p2ptrain.version import __version__
 
 TRY_LATER = 75  # EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # the exit status that shells use for Ctrl-C

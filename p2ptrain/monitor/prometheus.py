@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+from p2ptrain import __version__
 from p2ptrain.errors import ConfigError
 from p2ptrain.network.process_lifetime import close_everywhere
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.peer_config import ENDPOINT, LOOPBACK, parse_endpoint
-from p2ptrain.version import __version__
 
 # By name, without the prefix p2ptrain_: kind, help, and more arguments of that kind.
 METRICS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -26,19 +26,20 @@ STARTS_PEERS = (
     "swarm/", "examples/", "links/", "gpu/test_peers.py", "monitor/dashboard/test_page.py", "demo/test_demo.py",
     "demo/test_processes.py", "monitor/doctor/test_doctor.py", "test_site.py", "test_watchdog.py", "test_wheel.py",
 )  # fmt: skip
-# Many swarms in virtual time, and whole models: for each file more than six seconds, or ten minutes together.
+# Files that take more than six seconds of a core each, ten minutes in all: swarms in virtual time, and whole models.
 TAKES_LONG = (
-    "hostile/", "integrations/", "peer/test_optimizers.py", "peer/test_pairs.py",
-    "protocol/event_log/test_observer.py", "protocol/links/test_limits.py",
+    "hostile/test_attacks.py", "hostile/test_extremes.py", "integrations/", "peer/test_optimizers.py",
+    "peer/test_pairs.py", "protocol/event_log/test_observer.py", "protocol/links/test_limits.py",
     "protocol/membership/test_made_up_records.py", "protocol/membership/test_membership.py",
-    "protocol/membership/test_tokenizer_lookup.py", "protocol/node/", "protocol/pairwise/",
-    "protocol/rounds/deciding/test_averaging.py", "protocol/rounds/deciding/test_guard.py",
-    "protocol/rounds/moving/test_audit.py", "protocol/rounds/test_deadlines.py",
-    "protocol/rounds/test_fault_injection.py", "protocol/rounds/test_liars.py",
+    "protocol/node/test_fault_injection.py", "protocol/node/test_threads.py", "protocol/pairwise/test_pairwise.py",
+    "protocol/rounds/deciding/test_guard.py", "protocol/rounds/moving/test_audit.py",
+    "protocol/rounds/test_deadlines.py", "protocol/rounds/test_fault_injection.py", "protocol/rounds/test_liars.py",
     "protocol/rounds/test_refused_records.py", "protocol/rounds/test_round_faults.py",
-    "protocol/rounds/test_round_limits.py", "protocol/rounds/test_withholding_reducers.py", "protocol/state_sync/",
-    "protocol/test_hostile.py", "protocol/test_progress.py", "protocol/test_reliability.py", "protocol/test_storm.py",
-    "simulation/", "training/test_join.py",
+    "protocol/rounds/test_round_limits.py", "protocol/rounds/test_withholding_reducers.py",
+    "protocol/state_sync/test_provenance.py", "protocol/state_sync/test_state_sync.py", "protocol/test_hostile.py",
+    "protocol/test_progress.py", "protocol/test_reliability.py", "protocol/test_storm.py",
+    "simulation/test_algorithms.py", "simulation/test_fault_injection.py", "simulation/test_simulate.py",
+    "training/test_join.py",
 )  # fmt: skip
 # What Python itself tells of a new process; those of `multiprocessing` without fork it does not.
 STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"})
@@ -128,5 +129,5 @@ def _log_as_before() -> Iterator[None]:
 
 
 def _loggers() -> list[tuple[str, logging.Logger]]:
-    known = logging.Logger.manager.loggerDict.items()
+    known = list(logging.Logger.manager.loggerDict.items())
     return [(name, log) for name, log in known if isinstance(log, logging.Logger) and name.startswith("p2ptrain")]

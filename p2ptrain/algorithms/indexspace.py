@@ -188,12 +188,17 @@ class ParameterView:
             ValueError: the plan was made for another space.
         """
         self._check(plan)
+        if not self._joined.first_rows:
+            apart = [piece for piece in plan.pieces if piece.is_tail or piece.tensor not in self._items]
+            return PlacedPlan(plan, upload(plan.index) if upload else plan.index.to(self._device), (), apart)
         is_joined = self._is_joined[plan.tensors]
         is_joined[[piece.rows.start for piece in plan.pieces if piece.is_tail]] = False
+        # Where the runs of True start and stop.
         edges = np.flatnonzero(np.diff(is_joined, prepend=False, append=False))
         together = [slice(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
-        apart = [] if is_joined.all() else [piece for piece in plan.pieces if self._is_apart(piece)]
-        index = plan.index + torch.from_numpy(self._joined_rows[plan.tensors]) if together else plan.index
+        rest = [] if is_joined.all() else [piece for piece in plan.pieces if not is_joined[piece.rows.start]]
+        apart = [piece for piece in rest if piece.is_tail or piece.tensor not in self._items]
+        index = plan.index + torch.from_numpy(self._joined_rows[plan.tensors] * is_joined)
         return PlacedPlan(plan, upload(index) if upload else index.to(self._device), together, apart)
 
     def gather(self, plan: BlockPlan) -> torch.Tensor:
@@ -261,11 +266,12 @@ class ParameterView:
         return [*(padding.zero_ for _, _, padding in sections if len(padding)), *_in_pieces(_read, sections)]
 
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """The changes that set all parameters to `flat`, (num_blocks, 64) float32, only read; θ = flat.
+        """The changes that set all parameters to `flat`, (num_blocks, 64) float32, which is only read: θ = flat.
 
-        If `adds`, they add it instead, in float32 or better: θ += flat. There is one for each tensor, or for each small
-        part of one in host memory. If `flat` is on the tensors' device, there is one change for all of them that have
-        the same dtype.
+        If `adds`, they add it instead, in float32 or better: θ += flat.
+
+        There is one change for each tensor, or for each small part of one in host memory. If `flat` is on the tensors'
+        device, there is one for all of them that have the same dtype.
         A change of one tensor that raises has changed nothing.
         """
         return _in_pieces(_add if adds else _write, self.sections(flat))
@@ -283,9 +289,6 @@ class ParameterView:
     def _check(self, plan: BlockPlan) -> None:
         if plan.numels != self.space.numels:
             raise ValueError("the plan was made for another index space")
-
-    def _is_apart(self, piece: Piece) -> bool:
-        return piece.is_tail or not (piece.tensor in self._items or self._is_joined[piece.tensor])
 
     def _addresses(self, plan: BlockPlan, apart: Sequence[Piece]) -> npt.NDArray[np.intp]:
         """Where the plan's blocks lie; 0 for those that are `apart` or not of a plain tensor."""

@@ -36,18 +36,15 @@ def run_virtual(main: Callable[[], Awaitable[T]], seed: int) -> T:
             return await main()
         return None
 
-    # Trio has no public API for these.
+    # Trio has no public API for this.
     scheduler: Any = trio._core._run
     before, thresholds = scheduler._ALLOW_DETERMINISTIC_SCHEDULING, gc.get_threshold()
-    clock: Any = trio.testing.MockClock(autojump_threshold=0)
-    # The same without asking the real clock, at each turn of the scheduler.
-    clock.current_time = lambda: clock._virtual_base
     gc.set_threshold(*GC_THRESHOLD)
     scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True
     scheduler._r.seed(seed)
     try:
         with interrupts_call(cancel):
-            result = trio.run(cancellable, clock=clock)
+            result = trio.run(cancellable, clock=trio.testing.MockClock(autojump_threshold=0))
     finally:
         scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before
         gc.set_threshold(*thresholds)

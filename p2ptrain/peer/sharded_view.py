@@ -97,7 +97,7 @@ class ShardedView:
                 padding.zero_()
 
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """As `ParameterView.changes`, all in one."""
+        """As `ParameterView.changes`, as a single change."""
         return [functools.partial(self._distribute, Command.ADD if adds else Command.WRITE, flat)]
 
     def end(self) -> None:

@@ -66,8 +66,9 @@ class CudaSideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # torch looks up the number of a device at each call that names one, in Python; of a number it does not.
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        # An int, because torch resolves a torch.device to its index in Python on every call.
+        assert device.index is not None, "a tensor's device has one"
+        self._index = device.index
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._peak_bytes = 0
         self._said_unpinned = False

@@ -1,4 +1,4 @@
-"""What this machine gives: cores and memory, within the limits of a container, and addresses."""
+"""Cores and memory of this machine, within the limits of a container, and its addresses."""
 
 from __future__ import annotations
 

@@ -153,7 +153,9 @@ def run_training(
         return saved_at == (peer.run_step, peer.round)
 
     try:
-        eval_loss = _train(peer, trainer, config, save, stop, on_progress, on_sample_due, now)
+        eval_loss = _train(
+            peer, trainer, config, save=save, stop=stop, on_progress=on_progress, on_sample_due=on_sample_due, now=now
+        )
     except Exception:
         peer.leave("failed")
         try:
@@ -173,6 +175,7 @@ def _train(
     peer: Peer | GroupPeer,
     trainer: Trainer,
     config: PeerConfig,
+    *,
     save: Callable[[], bool],
     stop: Callable[[], bool],
     on_progress: Callable[[TrainingProgress], None],
@@ -210,8 +213,8 @@ def _train(
     return last.loss if last and is_merged else None
 
 
-def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, interrupted: bool) -> str:
-    """Leave the run, and write a checkpoint. Returns what went wrong, for the user; empty if nothing did."""
+def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, interrupted: bool) -> str | None:
+    """Leave the run, and write a checkpoint. Returns what went wrong, for the user; None if nothing did."""
     if interrupted:
         logger.info(
             "stopping at step %d: writing a checkpoint; another signal after %g s ends at once, without it",
@@ -231,7 +234,7 @@ def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, inter
             f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}; free space there, and "
             "run the same command again: it continues from the checkpoint before, or gets the swarm's state"
         )
-    return f"cut off from the run: {failure}; run the same command again to continue from {out}" if failure else ""
+    return f"cut off from the run: {failure}; run the same command again to continue from {out}" if failure else None
 
 
 def _steps_to_the_end(

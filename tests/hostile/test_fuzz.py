@@ -16,6 +16,7 @@ def test_findings_stay_mended(as_member: bool) -> None:
     assert fuzz.replay(seed=int(as_member)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [

@@ -69,7 +69,7 @@ class Fault:
 Inject = Callable[[Fault, pytest.MonkeyPatch], None]
 
 
-def of_engine(part: str) -> Callable[[Fault], Callable[..., bool]]:
+def of_driver(part: str) -> Callable[[Fault], Callable[..., bool]]:
     """Whether the first argument is this part of b's driver."""
 
     def make(fault: Fault) -> Callable[..., bool]:
@@ -196,9 +196,9 @@ def out_of_time(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PHASES: dict[str, Inject] = {
-    "snapshot asked for": method(SnapshotTaker, "take", of_engine("_taker")),
-    "snapshot taken": method(SnapshotTaker, "arrive", of_engine("_taker")),
-    "participation begun": method(Attempts, "_take_part", of_engine("_attempts")),
+    "snapshot asked for": method(SnapshotTaker, "take", of_driver("_taker")),
+    "snapshot taken": method(SnapshotTaker, "arrive", of_driver("_taker")),
+    "participation begun": method(Attempts, "_take_part", of_driver("_attempts")),
     "join": method(Participation, "_join", of_context),
     "promise": event(Prepared),
     "plan of a member": method(Sender, "__init__", lambda fault: lambda self, context, *_: context.peer_id == "b"),

@@ -44,13 +44,13 @@ class LyingDonor:
         beat_of = node.make_beat
         node.make_beat = lambda *times: self._beat(beat_of(*times))  # type: ignore[method-assign]
 
-        class Engine:
+        class Driver:
             committer = node.driver.committer
             head = property(lambda _: self._head(node.driver.head))
             history = property(lambda _: node.driver.history)
             signed_head = property(lambda driver: self._signed(node.driver.signed_head))
 
-        node._server._state._driver = Engine()  # type: ignore[assignment]
+        node._server._state._driver = Driver()  # type: ignore[assignment]
 
     def _beat(self, beat: Beat) -> Beat:
         return msgspec.structs.replace(beat, **self.beat(beat))

@@ -36,7 +36,7 @@ def head_of(round_: int = 4, voters: str = "abc", lineage: str = "0-l") -> Head:
 class Room:
     """The part of a peer "a" that its schedule reads."""
 
-    trainers: str = "bc"
+    peers: str = "bc"
     run: RunConfig = field(default_factory=lambda: RunConfig(sync_every=100))
     joiners: dict[str, int] = field(default_factory=dict)
     alone: bool = False
@@ -49,16 +49,16 @@ class Room:
     reach: dict[str, int] = field(default_factory=dict)
 
     def schedule(self) -> Schedule:
-        present: set[Voter] = {(name, f"{name}.1") for name in "a" + self.trainers}
+        present: set[Voter] = {(name, f"{name}.1") for name in "a" + self.peers}
         context: Any = SimpleNamespace(
             peer_id="a", run=self.run, timeouts=Timeouts(peer_timeout_s=30.0, round_timeout_s=600.0),
             exchange=SimpleNamespace(round_due=self.due, at_length=self.at_length, step_s=self.step_s),
-            host=SimpleNamespace(lineage_peers=lambda: tuple(self.trainers), joiners=lambda: self.joiners),
-            links=SimpleNamespace(trainers=lambda: tuple(self.trainers if self.linked is None else self.linked)),
+            host=SimpleNamespace(lineage_peers=lambda: tuple(self.peers), joiners=lambda: self.joiners),
+            links=SimpleNamespace(trainers=lambda: tuple(self.peers if self.linked is None else self.linked)),
             liveness=SimpleNamespace(
                 present=lambda: present, is_alone=lambda head: self.alone, round_trip_s=lambda: self.round_trip_s,
                 beats=lambda: {name: SimpleNamespace(speed=speed) for name, speed in self.speeds.items()},
-                reaches=lambda head: self.reach or dict.fromkeys("a" + self.trainers, 3),
+                reaches=lambda head: self.reach or dict.fromkeys("a" + self.peers, 3),
             ),
         )  # fmt: skip
         return Schedule(context, random.Random(0))
@@ -93,16 +93,14 @@ def test_dues_count_for_this_round_and_the_one_after_it_in_this_lineage() -> Non
 
 
 @pytest.mark.parametrize(
-    ("trainers", "claims", "counter"),
+    ("peers", "claims", "counter"),
     [
         ("b", {"b": 3}, 3), ("b", {"b": 99}, MAX_DUE_AHEAD), ("bc", {"b": 3}, 0), ("bc", {"b": 3, "c": 5}, 3),
         ("bcd", {"b": 7, "c": 5, "d": 1}, 5), ("bcd", {"b": 99, "c": 98}, MAX_DUE_AHEAD),
     ],
 )  # fmt: skip
-def test_the_attempt_expected_next_is_what_two_peers_report(
-    trainers: str, claims: dict[str, int], counter: int
-) -> None:
-    schedule = begun(Room(trainers))
+def test_the_attempt_expected_next_is_what_two_peers_report(peers: str, claims: dict[str, int], counter: int) -> None:
+    schedule = begun(Room(peers))
     for sender, claim in claims.items():
         assert schedule.note_due(sender, Due("0-l", 5, claim), head_of())
     schedule.note_due("b", Due("0-l", 6, 1000), head_of())

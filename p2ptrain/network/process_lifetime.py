@@ -1,7 +1,8 @@
 """Keeps a process from leaving something behind: its directory, the processes that it has started, and its sockets.
 
-On Linux, the kernel kills a peer's child processes when the peer is killed. The lock file in the directory is released, so the next peer
-on this machine knows that it may remove the directory. This imports nothing large: the demo uses it when it starts.
+On Linux, the kernel kills a peer's child processes when the peer is killed. The lock file in the directory is
+released, so the next peer on this machine knows that it may remove the directory. This imports nothing large: the
+demo uses it when it starts.
 """
 
 from __future__ import annotations

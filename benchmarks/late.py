@@ -53,10 +53,15 @@ def _partition(text: Path, peers: int, shards: str, seed: int) -> Partition | No
 def measure(cell: Cell, text: Path, setup: Setup) -> Result:
     """One run, as a line of the results."""
     torch.set_num_threads(1)
-    began_s = time.perf_counter()
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
     partition = _partition(text, cell.peers, cell.shards, cell.seed)
     result = simulate(cell, _corpus(text), partition, setup)
-    return {**dataclasses.asdict(cell), **result, "seconds": round(time.perf_counter() - began_s, 1)}
+    return {
+        **dataclasses.asdict(cell),
+        **result,
+        "seconds": round(time.perf_counter() - began_s, 1),
+        "cpu_s": round(time.process_time() - cpu_began_s, 1),
+    }
 
 
 def cells(grid: str) -> Iterator[Cell]:

@@ -230,7 +230,7 @@ def less_momentum(lateness: float) -> Outer:
 
 
 def less_momentum_same_rate(lateness: float) -> Outer:
-    """The same with η ÷ (1 − μ) as on time, at most 1 / (1 - μ): the sum of all steps that a gradient causes."""
+    """The same with η ÷ (1 − μ) as on time: the sum of all steps that a gradient causes."""
     momentum = MOMENTUM * (1 - lateness)
     return "nesterov", LR * (1 - momentum) / (1 - MOMENTUM), momentum
 

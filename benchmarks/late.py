@@ -36,6 +36,8 @@ from p2ptrain.training.partitioning import Partition, make_partition
 
 DELAYS, OPTIMIZERS, SEEDS = (0, 20, 5, 1), ("muon", "adamw"), (0, 1, 2)
 CODECS, INTERVALS = ("int4", "int2", "topk", "sparse64", "sparse128"), (25, 50, 10, 5)
+# Columns of the report.
+WIDTH = 180
 
 
 @functools.cache
@@ -121,7 +123,7 @@ def _late_tables(rows: list[Result]) -> str:
                 line[f"cost at {delay}"] = f"{statistics.fmean(costs):+.3f}" if costs else "-"
             line["own loss at 20"] = _shown([r["own_loss"] for r in of if (r["rule"], r["delay"]) == (rule, 20)])
             lines.append(line)
-        parts.append(f"{group[0]} peers, {group[1]} shards, {group[2]}\n{as_text(lines)}")
+        parts.append(f"{group[0]} peers, {group[1]} shards, {group[2]}\n{as_text(lines, width=WIDTH)}")
     return "\n\n".join(parts)
 
 
@@ -135,7 +137,7 @@ def _bytes_table(rows: list[Result]) -> str:
             for optimizer in OPTIMIZERS:
                 line[optimizer] = _shown([row["loss"] for row in of if row["optimizer"] == optimizer])
             lines.append(line)
-    return as_text(lines)
+    return as_text(lines, width=WIDTH) if lines else ""
 
 
 def _shown(losses: list[float | None]) -> str:

@@ -7,7 +7,7 @@ mean outer gradient ḡ = A − mean(s). What a rule keeps is sent again with th
 again.
 
 What `add` counts twice is more subtle: A′ is ahead of mean(s) by u = A′ − mean(s), steps that the outer momentum
-expects; p, made without u, takes these steps as well. `net` leaves them out.
+expects; p, made without u, takes these steps as well. `net` leaves them out, which was worse in a first run.
 
 All functions are pure, and vectors flat float32. A′ includes what the codec did not send of the peer's own gradient
 (`unsent`). Not here: generalized primal averaging (arXiv 2512.17131), which has no rounds, so nothing lands.
@@ -30,6 +30,8 @@ Outer = tuple[str, float, float]
 # What the project's measurements use with some ten rounds.
 LR, MOMENTUM = 0.7, 0.6
 TINY = 1e-12
+# Larger outer steps: in first runs, all that makes steps smaller made late rounds worse.
+FIXED = ((1.0, 0.6), (0.7, 0.8), (0.9, 0.4))
 # HeLoCo's constants: guesses, as we know the formula only.
 KEEP, SHRINK, MOST_SHRINK, TURN, KAPPA = 0.5, 1.0, 1.0, 0.5, 0.5
 # CGAD's decay and cut-off, in rounds (guesses).
@@ -240,6 +242,11 @@ def plain(lateness: float) -> Outer:
     return "sgd", 1.0, 0.0
 
 
+def fixed(lateness: float, lr: float, momentum: float) -> Outer:
+    """Other values whether late or not: what a delay costs may depend on them."""
+    return "nesterov", lr, momentum
+
+
 @dataclass(frozen=True)
 class Rule:
     """What a rule does at the snapshot, to the mean, to the outer step, and at the landing."""
@@ -255,7 +262,7 @@ RULES = {
     "write": Rule(functools.partial(damped, beta=0.0)),
     "keep": Rule(keep),
     **{f"mix {alpha}": Rule(functools.partial(mixed, alpha=alpha)) for alpha in (0.25, 0.5, 0.75)},
-    **{f"damped {beta}": Rule(functools.partial(damped, beta=beta)) for beta in (0.25, 0.5, 0.75)},
+    **{f"damped {beta}": Rule(functools.partial(damped, beta=beta)) for beta in (0.25, 0.5, 0.75, 1.25)},
     "net": Rule(net),
     "net half": Rule(functools.partial(net, share=0.5)),
     **{f"dc-asgd {by}": Rule(functools.partial(delay_compensated, strength=by)) for by in (0.03, 0.1, 0.3)},
@@ -272,6 +279,11 @@ RULES = {
     "less momentum": Rule(outer=less_momentum),
     "less momentum, same rate": Rule(outer=less_momentum_same_rate),
     "plain mean": Rule(outer=plain),
+    **{
+        f"outer {lr} / {momentum}": Rule(outer=functools.partial(fixed, lr=lr, momentum=momentum))
+        for lr, momentum in FIXED
+    },
 }
 # Those that are not `add` if the round is on time.
 ON_TIME = {"keep", "mix 0.25", "mix 0.5", "mix 0.75", "heloco", "cgad adam", "plain mean"}
+ON_TIME |= {name for name in RULES if name.startswith("outer ")}

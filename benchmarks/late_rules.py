@@ -31,7 +31,7 @@ Outer = tuple[str, float, float]
 LR, MOMENTUM = 0.7, 0.6
 TINY = 1e-12
 # Larger outer steps: in first runs, all that makes steps smaller made late rounds worse.
-FIXED = ((1.0, 0.6), (0.7, 0.8), (0.9, 0.4))
+FIXED = ((1.0, 0.6), (1.4, 0.6), (1.0, 0.8), (0.7, 0.8), (0.9, 0.4))
 # HeLoCo's constants: guesses, as we know the formula only.
 KEEP, SHRINK, MOST_SHRINK, TURN, KAPPA = 0.5, 1.0, 1.0, 0.5, 0.5
 # CGAD's decay and cut-off, in rounds (guesses).

@@ -7,6 +7,7 @@ shares. Muon alone is here once more, in float32: torch's takes bfloat16, which 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -77,7 +78,7 @@ class Peer:
         weights: θ, the memory of the model's parameters, (n,) with n a multiple of 64.
         begun: θ right after the last snapshot.
         sent: what the others decode of the last outer gradient; `sent_before`: of the one before.
-        unsent: what to add to A′, so that the codec's error stays in the weights; 0 with an error buffer.
+        unsent: what to take off A′, so that the codec's error stays in the weights; 0 with an error buffer.
         error: the error buffer of coarse codecs.
     """
 
@@ -87,8 +88,7 @@ class Peer:
         self._matrices = hidden_matrices(model, run.vocab_size) if run.inner_optimizer == "muon" else []
         self._adamw = InnerOptimizer(model, run).adamw
         self._momenta = [torch.zeros_like(matrix) for matrix in self._matrices]
-        zeros = np.zeros_like(self.weights)
-        self.begun = self.sent = self.sent_before = self.unsent = self.error = zeros
+        self.begun, self.sent, self.sent_before, self.unsent, self.error = np.zeros((5, len(self.weights)), np.float32)
 
     def train(self, step: int) -> None:
         """Take an inner step, at the learning rate of this step of the run."""
@@ -105,13 +105,12 @@ class Peer:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def contribute(self, anchor: Array, code: Coder, error_decay: float) -> int:
+    def contribute(self, anchor: Array, code: Coder, error_decay: float, part: slice) -> int:
         """Take the snapshot and code its outer gradient, as `rounds/moving/snapshot.py` does. Returns its bytes."""
-        gradient = anchor - self.weights + np.float32(error_decay) * self.error
-        self.sent_before = self.sent
-        self.sent, size = code(gradient)
-        left = gradient - self.sent
-        self.error, self.unsent = (left, np.zeros_like(left)) if error_decay else (self.error, -left)
+        gradient = anchor[part] - self.weights[part] + np.float32(error_decay) * self.error[part]
+        self.sent_before[part] = self.sent[part]
+        self.sent[part], size = code(gradient)
+        (self.error if error_decay else self.unsent)[part] = gradient - self.sent[part]
         return size
 
 
@@ -217,7 +216,12 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
     code, error_decay = coder_of(cell.codec, tensors)
     anchor = peers[0].weights.copy()
     moments = [np.zeros_like(anchor) for _ in range(OUTER_OPTIMIZERS[optimizer].num_moments)]
-    mean, sent_bytes, rounds, due = np.zeros_like(anchor), 0, 0, -1
+    mean, sent_bytes, rounds = np.zeros_like(anchor), 0, 0
+    # Each part has rounds of its own, in turn. Its bytes are fewer, so it lands sooner.
+    bounds = [len(anchor) // BLOCK * number // rule.parts * BLOCK for number in range(rule.parts + 1)]
+    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    first_due = [cell.sync_every * number // rule.parts for number in range(rule.parts)]
+    delay, due = round(cell.delay / rule.parts), [-1] * rule.parts
 
     def step_from(gradient: Array) -> Array:
         """Where an outer step with this gradient would lead; changes nothing."""
@@ -229,25 +233,33 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
     for step in range(1, setup.steps + 1):
         for peer in peers:
             peer.train(step - 1)
-        if step % cell.sync_every == 0 and step < setup.steps:
-            due = step + cell.delay
-            if not all(np.isfinite(peer.weights).all() for peer in peers):
-                return {"loss": None, "own_loss": None, "mb": None, "mb_moved": None}
-            for peer in peers:
-                sent_bytes += peer.contribute(anchor, code, error_decay)
-                if rule.start is not None and rounds:
-                    own = (peer.weights.copy(), peer.sent, peer.sent_before)
-                    peer.weights[:] = rule.start(Prediction(*own, moments[0], mean, len(peers), momentum, step_from))
-                peer.begun = peer.weights.copy()
-        if step == due:
-            mean = mean_of([peer.sent for peer in peers], of_senders=is_sparse)
-            before = anchor.copy()
-            gradient = rule.gradient(mean, moments, tensors, lateness)
-            outer_step(optimizer, anchor, moments, gradient, lr=lr, momentum=momentum, round_=rounds)
-            rounds += 1
-            for peer in peers:
-                landing = Landing(peer.weights, peer.begun, before, anchor, peer.unsent, mean, tensors)
-                peer.weights[:] = rule.land(landing)
+        for number, part in enumerate(parts):
+            if step >= cell.sync_every and step % cell.sync_every == first_due[number] and step < setup.steps:
+                due[number] = step + delay
+                if not all(np.isfinite(peer.weights).all() for peer in peers):
+                    return {"loss": None, "own_loss": None, "mb": None, "mb_moved": None}
+                for peer in peers:
+                    sent_bytes += peer.contribute(anchor, code, error_decay, part)
+                    if rule.start is not None and rounds:
+                        own = (peer.weights.copy(), peer.sent, peer.sent_before)
+                        guess = Prediction(*own, moments[0], mean, len(peers), momentum, step_from)
+                        peer.weights[:] = rule.start(guess)
+                    peer.begun[part] = peer.weights[part]
+            if step == due[number]:
+                mean[part] = mean_of([peer.sent[part] for peer in peers], of_senders=is_sparse)
+                before, now = anchor[part].copy(), anchor[part]
+                gradient = rule.gradient(mean[part], [moment[part] for moment in moments], tensors, lateness)
+                outer_step(
+                    optimizer, now, [moment[part] for moment in moments], gradient, lr=lr, momentum=momentum,
+                    round_=rounds // rule.parts,
+                )  # fmt: skip
+                rounds += 1
+                for peer in peers:
+                    peer.weights[part] = rule.land(
+                        Landing(
+                            peer.weights[part], peer.begun[part], before, now, -peer.unsent[part], mean[part], tensors
+                        )
+                    )
     own_losses = [held_out_loss(peer.model, corpus, setup.eval_windows // 4) for peer in peers]
     peers[0].weights[:] = np.mean([peer.weights for peer in peers], axis=0)
     loss = held_out_loss(peers[0].model, corpus, setup.eval_windows)

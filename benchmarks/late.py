@@ -1,0 +1,190 @@
+"""`python -m benchmarks.late`: what rounds that land late cost by landing rule, and what sparse rounds save.
+
+One process trains all peers in lockstep, without the protocol: a small character GPT, rounds every H steps with the
+project's codecs and outer step. A round that is due at step t averages snapshots of step t and lands at step t + d;
+the peers train on meanwhile. The next snapshot is due H steps after this one. There is no round at the last step; the
+result is the held-out loss of the mean of the peers' weights, and the mean of their own losses.
+
+`--grid late` compares the rules of `RULES` for d of 0, 1, 5 and 20 steps at H = 25; `--grid bytes` compares
+SparseLoCo's rule as a gather with the project's codecs, for several H. `--text` names the corpus, which is not part of
+the project.
+Each run is appended to `--results` at once; runs that are there are not repeated. One file holds results of one text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks.late_rules import ON_TIME, RULES
+from benchmarks.late_training import CONTEXT, Cell, Result, Setup, run_config, simulate
+from p2ptrain.simulation.records import as_text
+from p2ptrain.training.data import Characters, Corpus, load_corpus
+from p2ptrain.training.partitioning import Partition, make_partition
+
+DELAYS, OPTIMIZERS, SEEDS = (0, 20, 5, 1), ("muon", "adamw"), (0, 1, 2)
+CODECS, INTERVALS = ("int4", "int2", "topk", "sparse64", "sparse128"), (25, 50, 10, 5)
+# Columns of the report.
+WIDTH = 180
+
+
+@functools.cache
+def _corpus(text: Path) -> Corpus:
+    return load_corpus(str(text), Characters())
+
+
+@functools.cache
+def _partition(text: Path, peers: int, shards: str, seed: int) -> Partition | None:
+    """The shares; clusters take ten seconds, so they are kept for the next run of this process."""
+    run = run_config(Cell("late", "add", 0, "adamw", peers, shards, seed), Setup())
+    return make_partition(run, _corpus(text), context=CONTEXT, device=torch.device("cpu"))
+
+
+def measure(cell: Cell, text: Path, setup: Setup) -> Result:
+    """One run, as a line of the results."""
+    torch.set_num_threads(1)
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
+    partition = _partition(text, cell.peers, cell.shards, cell.seed)
+    result = simulate(cell, _corpus(text), partition, setup)
+    return {
+        **dataclasses.asdict(cell),
+        **result,
+        "seconds": round(time.perf_counter() - began_s, 1),
+        "cpu_s": round(time.process_time() - cpu_began_s, 1),
+    }
+
+
+def cells(grid: str) -> Iterator[Cell]:
+    """All runs of a grid, the most informative ones first."""
+    if grid == "bytes":
+        for seed, interval, name, optimizer in itertools.product(SEEDS, INTERVALS, CODECS, OPTIMIZERS):
+            yield Cell("bytes", "add", 0, optimizer, 4, "iid", seed, name, interval)
+        return
+    groups = [((4,), ("iid",), (0, 20), SEEDS), ((4,), ("iid",), (5, 1), SEEDS)]
+    groups += [((4,), ("clusters",), (0, 20, 5), SEEDS), ((8,), ("iid", "clusters"), (0, 20, 5), SEEDS)]
+    for peers, shards, delays, seeds in groups:
+        for seed, k, shard, delay, optimizer, rule in itertools.product(
+            seeds, peers, shards, delays, OPTIMIZERS, RULES
+        ):
+            # Most rules are `add` if the round is on time.
+            if delay or rule == "add" or rule in ON_TIME:
+                yield Cell("late", rule, delay, optimizer, k, shard, seed)
+
+
+def read_results(path: Path) -> dict[Cell, Result]:
+    """The runs in a file; a line that was cut off when a process was killed is left out."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found[Cell(**{field.name: row[field.name] for field in dataclasses.fields(Cell)})] = row
+    return found
+
+
+def append(path: Path, row: Result) -> None:
+    """Append a line, after a newline if the last one was cut off."""
+    with path.open("a+b") as file:
+        is_cut = file.tell() > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
+        file.write(b"\n" * is_cut + json.dumps(row).encode() + b"\n")
+
+
+def table(results: dict[Cell, Result], grid: str) -> str:
+    """The report: mean ± half of the range over the seeds, and for late rounds what they cost against `add` on time."""
+    rows = [row for cell, row in results.items() if cell.grid == grid]
+    return _bytes_table(rows) if grid == "bytes" else _late_tables(rows)
+
+
+def _late_tables(rows: list[Result]) -> str:
+    parts = []
+    for group in sorted({(row["peers"], row["shards"], row["optimizer"]) for row in rows}):
+        of = [row for row in rows if (row["peers"], row["shards"], row["optimizer"]) == group]
+        base = {row["seed"]: row["loss"] for row in of if (row["rule"], row["delay"]) == ("add", 0)}
+        lines = []
+        for rule in RULES:
+            line = {"rule": rule}
+            for delay in sorted(DELAYS):
+                chosen = [row for row in of if (row["rule"], row["delay"]) == (rule, delay)]
+                line[f"d = {delay}"] = _shown([row["loss"] for row in chosen])
+                costs = [row["loss"] - base[row["seed"]] for row in chosen if row["loss"] and base.get(row["seed"])]
+                line[f"cost at {delay}"] = f"{statistics.fmean(costs):+.3f}" if costs else "-"
+            line["own loss at 20"] = _shown([r["own_loss"] for r in of if (r["rule"], r["delay"]) == (rule, 20)])
+            lines.append(line)
+        parts.append(f"{group[0]} peers, {group[1]} shards, {group[2]}\n{as_text(lines, width=WIDTH)}")
+    return "\n\n".join(parts)
+
+
+def _bytes_table(rows: list[Result]) -> str:
+    lines = []
+    for name, interval in itertools.product(CODECS, sorted(INTERVALS)):
+        of = [row for row in rows if (row["codec"], row["sync_every"]) == (name, interval)]
+        if of:
+            mb, moved = (statistics.fmean(row[key] for row in of if row[key]) for key in ("mb", "mb_moved"))
+            line = {"codec": name, "H": str(interval), "MB coded": f"{mb:.2f}", "MB sent": f"{moved:.2f}"}
+            for optimizer in OPTIMIZERS:
+                line[optimizer] = _shown([row["loss"] for row in of if row["optimizer"] == optimizer])
+            lines.append(line)
+    return as_text(lines, width=WIDTH) if lines else ""
+
+
+def _shown(losses: list[float | None]) -> str:
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < len(losses):
+        return "diverged"
+    return f"{statistics.fmean(known):.3f} ± {(max(known) - min(known)) / 2:.3f} ({len(known)})" if known else "-"
+
+
+def run_all(wanted: Sequence[Cell], text: Path, results: Path, jobs: int, seconds: float, setup: Setup) -> None:
+    """Measure cells in this order, several at once, and begin none after `seconds`."""
+    deadline_s, queue, running = time.monotonic() + seconds, iter(wanted), set[Future[Result]]()
+    # Each run sets torch's state of the process; fork would not copy its threads.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        while True:
+            while len(running) < jobs and time.monotonic() < deadline_s and (cell := next(queue, None)):
+                running.add(pool.submit(measure, cell, text, setup))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                append(results, future.result())
+                click.echo(json.dumps(future.result()))
+
+
+@click.command("python -m benchmarks.late")
+@click.option("--grid", type=click.Choice(["late", "bytes"]), default="late", show_default=True)
+@click.option("--text", type=click.Path(exists=True, path_type=Path), help="Text file to train on.")
+@click.option("--results", type=click.Path(path_type=Path), required=True, help="File of one JSON line for each run.")
+@click.option("--rule", multiple=True, type=click.Choice(list(RULES)), help="Only these rules; may be repeated.")
+@click.option("--jobs", default=1, help="Runs at once, one core each.", show_default=True)
+@click.option("--seconds", default=math.inf, help="Seconds after which no new run starts.")
+@click.option("--report", "only_report", is_flag=True, help="Run nothing, and print the table.")
+def main(
+    grid: str, text: Path | None, results: Path, rule: tuple[str, ...], jobs: int, seconds: float, only_report: bool
+) -> None:
+    """Measure the runs of a grid, and continue where an earlier call stopped."""
+    done = read_results(results)
+    if only_report:
+        click.echo(table(done, grid))
+        return
+    if text is None:
+        raise click.UsageError("--text is required to train")
+    wanted = [cell for cell in cells(grid) if cell not in done and (not rule or cell.rule in rule)]
+    click.echo(f"{len(wanted)} runs")
+    run_all(wanted, text, results, jobs, seconds, Setup())
+
+
+if __name__ == "__main__":
+    main()

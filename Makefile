@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long models pythons compose-test lint docs site bench soak storms hostile fuzz links harm pairwise results thousand evidence reproduce reproduce-full clean
+.PHONY: demo check test test-long models pythons compose-test lint docs site bench soak storms hostile fuzz links harm pairwise results late thousand evidence reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -98,6 +98,11 @@ pairwise: $(STAMP)
 results: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.shakespeare $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.larger $(filter --report,$(ARGS))
+
+# What rounds that land late cost by landing rule, and `--grid bytes`: sparse rounds. 2000 simulated runs of a minute of
+# a core, of which those done are kept; the first hundred say most. ARGS="--text input.txt"; --report for the tables.
+late: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.late $(ARGS)
 
 # The compose demo, built, started, scaled, broken and stopped: needs Docker and Compose, and nothing else.
 compose-test:

@@ -30,14 +30,12 @@ import torch
 
 from benchmarks.late_rules import ON_TIME, RULES
 from benchmarks.late_training import CONTEXT, Cell, Result, Setup, run_config, simulate
-from p2ptrain.simulation.records import as_text
 from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.partitioning import Partition, make_partition
 
+RESULTS = Path(__file__).parent.parent / "docs/evidence/late.jsonl"
 DELAYS, OPTIMIZERS, SEEDS = (0, 20, 5, 1), ("muon", "adamw"), (0, 1, 2)
 CODECS, INTERVALS = ("int4", "int2", "topk", "sparse64", "sparse128"), (25, 50, 10, 5)
-# Columns of the report.
-WIDTH = 180
 
 
 @functools.cache
@@ -103,7 +101,10 @@ def append(path: Path, row: Result) -> None:
 
 
 def table(results: dict[Cell, Result], grid: str) -> str:
-    """The report: mean ± half of the range over the seeds, and for late rounds what they cost against `add` on time."""
+    """The report in Markdown: mean ± half of the range over the seeds, and their number; only what was run.
+
+    For late rounds also what they cost against `add` on time with the same seeds, the cheapest rule first.
+    """
     rows = [row for cell, row in results.items() if cell.grid == grid]
     return _bytes_table(rows) if grid == "bytes" else _late_tables(rows)
 
@@ -113,17 +114,19 @@ def _late_tables(rows: list[Result]) -> str:
     for group in sorted({(row["peers"], row["shards"], row["optimizer"]) for row in rows}):
         of = [row for row in rows if (row["peers"], row["shards"], row["optimizer"]) == group]
         base = {row["seed"]: row["loss"] for row in of if (row["rule"], row["delay"]) == ("add", 0)}
+        delays = sorted({row["delay"] for row in of})
         lines = []
         for rule in RULES:
-            line = {"rule": rule}
-            for delay in sorted(DELAYS):
+            line, order = {f"{group[0]} peers, {group[1]}, {group[2]}": rule}, math.inf
+            for delay in delays:
                 chosen = [row for row in of if (row["rule"], row["delay"]) == (rule, delay)]
-                line[f"d = {delay}"] = _shown([row["loss"] for row in chosen])
                 costs = [row["loss"] - base[row["seed"]] for row in chosen if row["loss"] and base.get(row["seed"])]
-                line[f"cost at {delay}"] = f"{statistics.fmean(costs):+.3f}" if costs else "-"
-            line["own loss at 20"] = _shown([r["own_loss"] for r in of if (r["rule"], r["delay"]) == (rule, 20)])
-            lines.append(line)
-        parts.append(f"{group[0]} peers, {group[1]} shards, {group[2]}\n{as_text(lines, width=WIDTH)}")
+                order = statistics.fmean(costs) if costs else math.inf
+                cost = f" ({order:+.3f})" if costs else ""
+                line[f"d = {delay}"] = _shown([row["loss"] for row in chosen]) + cost
+            if set(line.values()) != {rule, "–"}:
+                lines.append((order, line))
+        parts.append(_markdown([line for _, line in sorted(lines, key=lambda pair: pair[0])]))
     return "\n\n".join(parts)
 
 
@@ -137,14 +140,21 @@ def _bytes_table(rows: list[Result]) -> str:
             for optimizer in OPTIMIZERS:
                 line[optimizer] = _shown([row["loss"] for row in of if row["optimizer"] == optimizer])
             lines.append(line)
-    return as_text(lines, width=WIDTH) if lines else ""
+    return _markdown(lines)
+
+
+def _markdown(lines: Sequence[dict[str, str]]) -> str:
+    if not lines:
+        return ""
+    rows = [[*lines[0]], ["---"] * len(lines[0]), *([*line.values()] for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _shown(losses: list[float | None]) -> str:
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(losses):
         return "diverged"
-    return f"{statistics.fmean(known):.3f} ± {(max(known) - min(known)) / 2:.3f} ({len(known)})" if known else "-"
+    return f"{statistics.fmean(known):.3f} ± {(max(known) - min(known)) / 2:.3f} ({len(known)})" if known else "–"
 
 
 def run_all(wanted: Sequence[Cell], text: Path, results: Path, jobs: int, seconds: float, setup: Setup) -> None:
@@ -166,7 +176,7 @@ def run_all(wanted: Sequence[Cell], text: Path, results: Path, jobs: int, second
 @click.command("python -m benchmarks.late")
 @click.option("--grid", type=click.Choice(["late", "bytes"]), default="late", show_default=True)
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="Text file to train on.")
-@click.option("--results", type=click.Path(path_type=Path), required=True, help="File of one JSON line for each run.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
 @click.option("--rule", multiple=True, type=click.Choice(list(RULES)), help="Only these rules; may be repeated.")
 @click.option("--jobs", default=1, help="Runs at once, one core each.", show_default=True)
 @click.option("--seconds", default=math.inf, help="Seconds after which no new run starts.")

@@ -183,6 +183,25 @@ def test_rules_differ_only_if_rounds_are_late(corpus: Corpus, optimizer: str) ->
         assert loss(rule, 2) != pytest.approx(late_loss, abs=1e-6), rule
 
 
+def test_parts_in_turn_send_the_bytes_of_the_whole_and_are_all_averaged(corpus: Corpus) -> None:
+    setup = dataclasses.replace(TINY, steps=15)  # three rounds, of each part, too
+    whole, parts = (
+        simulate(Cell("late", rule, 2, "adamw", 2, "iid", 0, sync_every=4), corpus, None, setup)
+        for rule in ("add", "2 parts in turn")
+    )
+    assert parts["mb"] == pytest.approx(whole["mb"], rel=0.01)
+    assert parts["loss"] != whole["loss"]
+    # Averages bring the peers as close together as those of the whole do.
+    assert abs(parts["own_loss"] - parts["loss"]) < 2 * abs(whole["own_loss"] - whole["loss"]) + 1e-3
+
+
+def test_the_page_has_the_results() -> None:
+    text = (late.RESULTS.parent / "late.md").read_text(encoding="utf-8")
+    results = late.read_results(late.RESULTS)
+    for grid in ("late", "bytes"):
+        assert late.table(results, grid) in text
+
+
 def test_peers_learn(corpus: Corpus) -> None:
     setup = dataclasses.replace(TINY, steps=60, lr=1e-2)
     for codec in ("int4", "sparse128"):
@@ -202,8 +221,9 @@ def test_runs_are_appended_and_not_repeated(text: Path, tmp_path: Path) -> None:
     assert list(results) == cells
     assert results[cells[0]]["loss"] > 0
     lines = late.table(results, "late").splitlines()
-    assert lines[0] == "2 peers, iid shards, adamw"
-    assert len(lines) == 2 + len(RULES)
+    assert lines[0] == "| 2 peers, iid, adamw | d = 0 | d = 2 |"
+    assert lines[2].startswith("| add | ")
+    assert len(lines) == 3
 
 
 def test_the_report_compares_with_add_on_time(tmp_path: Path) -> None:
@@ -212,9 +232,9 @@ def test_the_report_compares_with_add_on_time(tmp_path: Path) -> None:
         cell = Cell("late", rule, delay, "muon", 4, "iid", seed)
         late.append(file, {**dataclasses.asdict(cell), "loss": loss, "own_loss": loss, "mb": 1.0, "mb_moved": 1.5})
     printed = CliRunner().invoke(late.main, ["--results", str(file), "--report"], catch_exceptions=False).output
-    (line,) = [line for line in printed.splitlines() if line.split("  ")[0] == "net"]
-    assert "2.200 ± 0.100 (2)" in line
-    assert "+0.150" in line
+    assert printed.splitlines()[2:] == [
+        "| net | – | 2.200 ± 0.100 (2) (+0.150) |", "| add | 2.050 ± 0.050 (2) (+0.000) | – |"
+    ]  # fmt: skip
 
 
 def test_every_cell_is_run_once_and_the_most_informative_first() -> None:

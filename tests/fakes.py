@@ -65,6 +65,10 @@ class FakePeer:
         self.losses.append(loss)
         return FakeReport()
 
+    def step_checked(self, loss: float | None, samples: int, start_s: float) -> FakeReport:
+        self.started_s = start_s
+        return self.step(loss, samples)
+
     def wait_finished(self, timeout_s: float) -> bool:
         return self.finished
 

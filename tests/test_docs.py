@@ -29,6 +29,7 @@ from p2ptrain.cli.main import cli
 from p2ptrain.cli.options import SettingsCommand
 from p2ptrain.settings.reference import reference
 from p2ptrain.settings.table import SETTINGS
+from p2ptrain.settings.ticket import parse_ticket, ticket_text
 from p2ptrain.training.models import PRESETS as MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -211,6 +212,14 @@ def test_a_page_begins_with_its_reader_and_ends_with_the_next(page: str) -> None
     assert re.match(r"# [^\n]+\n\n\*For [^*]+\.\*\n", text), f"{page}: a line *For …* after the title"
     last = text.rstrip("\n").rpartition("\n\n")[2]
     assert re.match(r"Next: .*\[.*\]\(", last), f"{page}: a line Next: … at its end"
+
+
+def test_tickets_are_those_that_peers_print() -> None:
+    words = [
+        word for page in PAGES for word in re.findall(r"p2pt1[a-z0-9]{20,}", (ROOT / page).read_text(encoding="utf-8"))
+    ]
+    assert len(words) >= 3
+    assert [ticket_text(parse_ticket(word)) for word in words] == words
 
 
 @pytest.mark.parametrize("page", PAGES)

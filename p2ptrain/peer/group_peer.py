@@ -167,7 +167,8 @@ class GroupPeer:
             total_loss, losses, total, refusals = totals
             if refusals:
                 raise ConfigError("another rank of this process group has refused its step(): see its error")
-            return self._peer.step(total_loss / losses if losses else None, plain_samples(int(total)))
+            mean_loss = total_loss / losses if losses else None
+            return self._peer.step_checked(mean_loss, plain_samples(int(total)), start)
 
         try:
             report = self._follow(self._on_rank_0(exchange, StepReport()))

@@ -183,7 +183,11 @@ class Peer:
         start_s = time.monotonic()
         number, plain = plain_samples(samples), plain_loss(loss)
         self._parts.check_in_place()
-        report = self._exchange.step(number)
+        return self.step_checked(plain, number, start_s)
+
+    def step_checked(self, loss: float | None, samples: int, start_s: float) -> StepReport:
+        """`step` after its checks, for a `GroupPeer`. From `start_s`, monotonic, time counts as exchange."""
+        report = self._exchange.step(samples)
         self._note_status()
         # The time of writing this record, some 30 µs, is counted in the next one.
         exchange_s = time.monotonic() - start_s + self._record_s
@@ -191,8 +195,8 @@ class Peer:
         self.record(
             "step",
             step=self._exchange.run_step,
-            loss=plain,
-            tokens=number,
+            loss=loss,
+            tokens=samples,
             step_s=round(self._exchange.step_s, 6),
             exchange_s=round(exchange_s, 6),
         )

@@ -82,10 +82,11 @@ def test_little_is_kept_of_a_flood_of_announcements(net: Wires) -> None:
         flood = thread.submit(_at, liar, lambda: _flood(liar.address, sent, done))
         try:
             found = _at(machine, lambda: look([machine.address]))
+            while next(sent) < 10_000:
+                found = _at(machine, lambda: look([machine.address]))
         finally:
             done.set()
         flood.result()
-    assert next(sent) > MAX_RECORDS
     assert 0 < len(found) <= MAX_RECORDS
     assert all(run.run_id.startswith("flood ") for run in runs_of(found))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,26 @@ def test_samples_are_summed_and_losses_averaged() -> None:
     peer = on_all_ranks(work)[0]
     assert peer is not None
     assert (peer.losses, peer.tokens, peer.left) == ([1.0, None], [33, 0], "done")
+
+
+def test_the_wait_for_other_ranks_counts_as_exchange_in_the_records_too() -> None:
+    entered = threading.Event()
+
+    def work(rank: int, group: dist.ProcessGroup) -> float:
+        model = new_model(0)
+        peer = Swarm(model, "nothing")
+        with GroupPeer(model, group, lambda parts: peer, device=CPU) as group_peer:
+            if rank == 0:
+                check, parts = group_peer._parts.check_in_place, group_peer._parts
+                parts.check_in_place = lambda: (check(), entered.set())[0]  # type: ignore[method-assign]
+            else:
+                entered.wait()
+            called_s = time.monotonic()
+            group_peer.step()
+        return peer.started_s if rank == 0 else called_s
+
+    started_s, *called_s = on_all_ranks(work)
+    assert started_s < min(called_s)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ results: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.shakespeare $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.larger $(filter --report,$(ARGS))
 
-# What rounds that land late cost by landing rule, and `--grid bytes`: sparse rounds. 2000 simulated runs of a minute of
+# What rounds that land late cost by landing rule, and `--grid bytes`: sparse rounds. 2400 simulated runs of a minute of
 # a core, of which those done are kept; the first hundred say most. ARGS="--text input.txt"; --report for the tables.
 late: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.late $(ARGS)

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.late_rules import ON_TIME, RULES
 from benchmarks.late_training import CONTEXT, Cell, Result, Setup, run_config, simulate
+from p2ptrain.errors import ConfigError
 from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.partitioning import Partition, make_partition
 
@@ -83,13 +84,14 @@ def cells(grid: str) -> Iterator[Cell]:
 
 def read_results(path: Path) -> dict[Cell, Result]:
     """The runs in a file; a line that was cut off when a process was killed is left out."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    found: dict[Cell, Result] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        found[Cell(**{field.name: row[field.name] for field in dataclasses.fields(Cell)})] = row
+        if isinstance(row, dict) and {field.name for field in dataclasses.fields(Cell)} <= row.keys():
+            found[Cell(**{field.name: row[field.name] for field in dataclasses.fields(Cell)})] = row
     return found
 
 
@@ -135,8 +137,11 @@ def _bytes_table(rows: list[Result]) -> str:
     for name, interval in itertools.product(CODECS, sorted(INTERVALS)):
         of = [row for row in rows if (row["codec"], row["sync_every"]) == (name, interval)]
         if of:
-            mb, moved = (statistics.fmean(row[key] for row in of if row[key]) for key in ("mb", "mb_moved"))
-            line = {"codec": name, "H": str(interval), "MB coded": f"{mb:.2f}", "MB sent": f"{moved:.2f}"}
+            line = {
+                "codec": name,
+                "H": str(interval),
+                "MB": f"{statistics.fmean(row['mb'] for row in of if row['mb']):.2f}",
+            }
             for optimizer in OPTIMIZERS:
                 line[optimizer] = _shown([row["loss"] for row in of if row["optimizer"] == optimizer])
             lines.append(line)
@@ -154,7 +159,9 @@ def _shown(losses: list[float | None]) -> str:
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(losses):
         return "diverged"
-    return f"{statistics.fmean(known):.3f} ± {(max(known) - min(known)) / 2:.3f} ({len(known)})" if known else "–"
+    if len(known) < 2:
+        return f"{known[0]:.3f}" if known else "–"
+    return f"{statistics.fmean(known):.3f} ± {(max(known) - min(known)) / 2:.3f} of {len(known)}"
 
 
 def run_all(wanted: Sequence[Cell], text: Path, results: Path, jobs: int, seconds: float, setup: Setup) -> None:
@@ -175,10 +182,15 @@ def run_all(wanted: Sequence[Cell], text: Path, results: Path, jobs: int, second
 
 @click.command("python -m benchmarks.late")
 @click.option("--grid", type=click.Choice(["late", "bytes"]), default="late", show_default=True)
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="Text file to train on.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Text file to train on.")
+@click.option(
+    "--results",
+    default=RESULTS,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of one JSON line for each run; without it, those of docs/evidence/late.md.",
+)
 @click.option("--rule", multiple=True, type=click.Choice(list(RULES)), help="Only these rules; may be repeated.")
-@click.option("--jobs", default=1, help="Runs at once, one core each.", show_default=True)
+@click.option("--jobs", default=1, type=click.IntRange(1), help="Runs at once, one core each.", show_default=True)
 @click.option("--seconds", default=math.inf, help="Seconds after which no new run starts.")
 @click.option("--report", "only_report", is_flag=True, help="Run nothing, and print the table.")
 def main(
@@ -187,10 +199,17 @@ def main(
     """Measure the runs of a grid, and continue where an earlier call stopped."""
     done = read_results(results)
     if only_report:
+        if not any(cell.grid == grid for cell in done):
+            raise click.UsageError(f"{results} has no runs of the grid {grid!r}")
         click.echo(table(done, grid))
         return
     if text is None:
-        raise click.UsageError("--text is required to train")
+        raise click.UsageError("--text is required to train; give a text file")
+    try:
+        _corpus(text)
+        results.open("ab").close()
+    except (ConfigError, OSError) as error:
+        raise click.UsageError(str(error)) from None
     wanted = [cell for cell in cells(grid) if cell not in done and (not rule or cell.rule in rule)]
     click.echo(f"{len(wanted)} runs")
     run_all(wanted, text, results, jobs, seconds, Setup())

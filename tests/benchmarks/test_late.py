@@ -230,10 +230,10 @@ def test_the_report_compares_with_add_on_time(tmp_path: Path) -> None:
     file = tmp_path / "late.jsonl"
     for rule, delay, seed, loss in (("add", 0, 0, 2.0), ("add", 0, 1, 2.1), ("net", 20, 0, 2.1), ("net", 20, 1, 2.3)):
         cell = Cell("late", rule, delay, "muon", 4, "iid", seed)
-        late.append(file, {**dataclasses.asdict(cell), "loss": loss, "own_loss": loss, "mb": 1.0, "mb_moved": 1.5})
+        late.append(file, {**dataclasses.asdict(cell), "loss": loss, "own_loss": loss, "mb": 1.0})
     printed = CliRunner().invoke(late.main, ["--results", str(file), "--report"], catch_exceptions=False).output
     assert printed.splitlines()[2:] == [
-        "| net | – | 2.200 ± 0.100 (2) (+0.150) |", "| add | 2.050 ± 0.050 (2) (+0.000) | – |"
+        "| net | – | 2.200 ± 0.100 of 2 (+0.150) |", "| add | 2.050 ± 0.050 of 2 (+0.000) | – |"
     ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ test: $(STAMP)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not peers and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not peers and not long"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "peers and not long"
 endif
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.nn import functional
 
+from benchmarks.held_out import mean_loss
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.training.data import Characters, fixed_windows, load_corpus
-from p2ptrain.training.models import build, context_length
+from p2ptrain.training.data import Characters, load_corpus
+from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer, TrainingData
 
 # As in the demo.
@@ -74,16 +73,7 @@ class Trained:
     wall_s: float
 
 
-@torch.no_grad()
 def held_out_loss(model: nn.Module) -> float:
     """Mean loss in nats on fixed windows of the held-out text."""
-    model.eval()
-    windows = fixed_windows(
-        load_corpus("stdlib", Characters()).held_out, context=context_length(model), count=EVAL_WINDOWS
-    )
-    batches = zip(*(torch.split(part, EVAL_BATCH) for part in windows), strict=True)
-    losses = [
-        functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()
-        for inputs, targets in batches
-    ]
-    return sum(losses) / windows[1].numel()
+    held_out = load_corpus("stdlib", Characters()).held_out
+    return mean_loss(model, held_out, windows=EVAL_WINDOWS, batch=EVAL_BATCH)

@@ -40,7 +40,7 @@ DECAY, CUT_OFF = 0.5, 2.0
 
 @dataclass(frozen=True)
 class Landing:
-    """What a peer knows when a round lands; all vectors are only read.
+    """A peer's vectors when a round lands. Rules only read them.
 
     Attributes:
         now: θ before the landing.
@@ -72,7 +72,7 @@ class Landing:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a peer knows at its snapshot, to guess A′.
+    """A peer's vectors at its snapshot, from which a rule guesses A′.
 
     Attributes:
         snapshot: s.
@@ -249,7 +249,7 @@ def fixed(lateness: float, lr: float, momentum: float) -> Outer:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a rule does at the snapshot, to the mean, to the outer step, and at the landing.
+    """A landing rule: how it changes the snapshot, the mean, the outer step and the landing.
 
     `parts`: of the flat vector, each with rounds of its own, in turn (Streaming DiLoCo, arXiv 2501.18512). Where the
     link takes d steps for the whole, a part lands after d ÷ parts. Only for rules that look at each value alone.

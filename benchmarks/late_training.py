@@ -20,13 +20,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.held_out import mean_loss
 from benchmarks.late_rules import RULES, Array, Landing, Prediction
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.codec.base import ERROR_DECAY
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.training.data import Characters, Corpus, RandomWindows, fixed_windows
+from p2ptrain.training.data import Characters, Corpus, RandomWindows
 from p2ptrain.training.inner_optimizer import MUON_MOMENTUM, MUON_TIMES, InnerOptimizer, hidden_matrices, lr_share
 from p2ptrain.training.models.gpt import GPT, GPTConfig
 from p2ptrain.training.partitioning import Partition
@@ -60,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs share; tests take less. Windows of 64 characters; 160 thousand parameters."""
+    """The settings that all runs share, of a model with 160 thousand parameters. Tests use smaller ones."""
 
     steps: int = 600
     warmup_steps: int = 100
@@ -261,9 +262,10 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
                             peer.weights[part], peer.begun[part], before, now, -peer.unsent[part], mean[part], tensors
                         )
                     )
-    own_losses = [held_out_loss(peer.model, corpus, setup.eval_windows // 4) for peer in peers]
+    held_out_loss = functools.partial(mean_loss, held_out=corpus.held_out, batch=EVAL_BATCH)
+    own_losses = [held_out_loss(peer.model, windows=setup.eval_windows // 4) for peer in peers]
     peers[0].weights[:] = np.mean([peer.weights for peer in peers], axis=0)
-    loss = held_out_loss(peers[0].model, corpus, setup.eval_windows)
+    loss = held_out_loss(peers[0].model, windows=setup.eval_windows)
     mb = sent_bytes / len(peers) / 1e6
     return {"loss": _rounded(loss), "own_loss": _rounded(statistics.fmean(own_losses)), "mb": mb}
 
@@ -274,16 +276,6 @@ def run_config(cell: Cell, setup: Setup) -> RunConfig:
         model="gpt-demo", total_steps=setup.steps, warmup_steps=setup.warmup_steps, lr=setup.lr,
         inner_optimizer=cell.optimizer, num_shards=cell.peers, sharding=cell.shards, run_seed=cell.seed,
     )  # fmt: skip
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, corpus: Corpus, count: int) -> float:
-    """Mean loss in nats on fixed windows of the held-out text."""
-    inputs, targets = fixed_windows(corpus.held_out, context=CONTEXT, count=count)
-    total = 0.0
-    for x, y in zip(inputs.split(EVAL_BATCH), targets.split(EVAL_BATCH), strict=True):
-        total += functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").item()
-    return total / targets.numel()
 
 
 def _rounded(loss: float) -> float | None:

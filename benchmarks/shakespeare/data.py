@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import nn
-from torch.nn import functional
 
+from benchmarks.held_out import mean_loss
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.data import fixed_windows, load_corpus
+from p2ptrain.training.data import load_corpus
 from p2ptrain.training.data.tokenizer import Ids
-from p2ptrain.training.models import context_length
 
 # tinyshakespeare's.
 ALPHABET = 65
@@ -40,16 +38,8 @@ def prepare(text: Path, out: Path) -> Path:
     return out
 
 
-@torch.no_grad()
 def held_out_loss(
     model: nn.Module, data: Path, windows: int = EVAL_WINDOWS, vocab_size: int = ALPHABET
 ) -> float:  # fmt: skip
     """Mean loss in nats on fixed windows of the held-out tokens."""
-    model.eval()
-    held_out = load_corpus(str(data), Ids(vocab_size)).held_out
-    inputs, targets = fixed_windows(held_out, context=context_length(model), count=windows)
-    losses = [
-        functional.cross_entropy(model(some).flatten(0, 1), wanted.flatten(), reduction="sum").item()
-        for some, wanted in zip(*(torch.split(part, EVAL_BATCH) for part in (inputs, targets)), strict=True)
-    ]
-    return sum(losses) / targets.numel()
+    return mean_loss(model, load_corpus(str(data), Ids(vocab_size)).held_out, windows=windows, batch=EVAL_BATCH)

@@ -188,17 +188,16 @@ class ParameterView:
             ValueError: the plan was made for another space.
         """
         self._check(plan)
-        if not self._joined.first_rows:
-            apart = [piece for piece in plan.pieces if piece.is_tail or piece.tensor not in self._items]
-            return PlacedPlan(plan, upload(plan.index) if upload else plan.index.to(self._device), (), apart)
-        is_joined = self._is_joined[plan.tensors]
-        is_joined[[piece.rows.start for piece in plan.pieces if piece.is_tail]] = False
-        # Where the runs of True start and stop.
-        edges = np.flatnonzero(np.diff(is_joined, prepend=False, append=False))
-        together = [slice(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
-        rest = [] if is_joined.all() else [piece for piece in plan.pieces if not is_joined[piece.rows.start]]
+        index, together, rest = plan.index, list[slice](), list(plan.pieces)
+        if self._joined.first_rows:
+            is_joined = self._is_joined[plan.tensors]
+            is_joined[[piece.rows.start for piece in plan.pieces if piece.is_tail]] = False
+            # Where the runs of True start and stop.
+            edges = np.flatnonzero(np.diff(is_joined, prepend=False, append=False))
+            together = [slice(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
+            rest = [] if is_joined.all() else [piece for piece in rest if not is_joined[piece.rows.start]]
+            index = index + torch.from_numpy(self._joined_rows[plan.tensors] * is_joined)
         apart = [piece for piece in rest if piece.is_tail or piece.tensor not in self._items]
-        index = plan.index + torch.from_numpy(self._joined_rows[plan.tensors] * is_joined)
         return PlacedPlan(plan, upload(index) if upload else index.to(self._device), together, apart)
 
     def gather(self, plan: BlockPlan) -> torch.Tensor:

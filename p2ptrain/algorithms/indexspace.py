@@ -13,6 +13,7 @@ so optimizers, autocast and compiled graphs that exist already keep working.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +37,7 @@ Items = npt.NDArray[np.void]
 WeightChange = Callable[[], object]
 # Changes some tensors. The second list has as many values of a flat vector for each.
 _Change = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-_Section = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Place = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Piece(NamedTuple):
@@ -103,6 +104,25 @@ class IndexSpace:
         self.num_blocks = int(self.tensor_starts[-1])
         self.numel = sum(self.numels)
 
+    def sections(self, count: int) -> list[slice]:
+        """Cut the tensors into so many sections, in order, of about as many blocks each.
+
+        If fewer tensors have values, there is a section for each of them.
+        """
+        starts, firsts = np.unique(self.tensor_starts, return_index=True)
+        most = len(starts) - 1
+        count, cuts = min(count, most), [0]
+        for left in range(count, 1, -1):
+            # What is left in equal shares: an embedding may be larger than one.
+            done = int(starts[cuts[-1]])
+            nearest = int(np.abs(starts - done - (self.num_blocks - done) / left).argmin())
+            cuts.append(min(max(nearest, cuts[-1] + 1), most - left + 1))
+        return [slice(*cut) for cut in itertools.pairwise([*firsts[cuts].tolist(), len(self.numels)])]
+
+    def section(self, tensors: slice) -> IndexSpace:
+        """The flat layout of consecutive tensors alone."""
+        return IndexSpace([(n, (numel,)) for n, numel in zip(self.names[tensors], self.numels[tensors], strict=True)])
+
     def plan(self, blocks: npt.ArrayLike) -> BlockPlan:
         """Find the tensor of each block. Any thread may call it.
 
@@ -147,6 +167,7 @@ class WeightView(FlatView, Protocol):
 
     def gather(self, plan: BlockPlan) -> torch.Tensor: ...
     def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None: ...
+    def section(self, tensors: slice) -> FlatView: ...
 
 
 class ParameterView:
@@ -177,6 +198,10 @@ class ParameterView:
     def __reduce__(self) -> tuple[type[ParameterView], tuple[IndexSpace, list[torch.Tensor]]]:
         """A copy reads and writes copies of the tensors, at other addresses."""
         return ParameterView, (self.space, self.tensors)
+
+    def section(self, tensors: slice) -> ParameterView:
+        """The view of some of the tensors, whose flat layout begins with the first of them."""
+        return ParameterView(self.space.section(tensors), self.tensors[tensors])
 
     def place(self, plan: BlockPlan, upload: Callable[[torch.Tensor], torch.Tensor] | None = None) -> PlacedPlan:
         """Find where a plan's blocks lie.
@@ -261,8 +286,8 @@ class ParameterView:
 
     def copies(self, out: torch.Tensor) -> Sequence[WeightChange]:
         """The work of `read`, cut into pieces as in `changes`."""
-        sections = list(self.sections(out))
-        return [*(padding.zero_ for _, _, padding in sections if len(padding)), *_in_pieces(_read, sections)]
+        places = list(self.places(out))
+        return [*(padding.zero_ for _, _, padding in places if len(padding)), *_in_pieces(_read, places)]
 
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
         """The changes that set all parameters to `flat`, (num_blocks, 64) float32, which is only read: θ = flat.
@@ -273,7 +298,7 @@ class ParameterView:
         device, there is one for all of them that have the same dtype.
         A change of one tensor that raises has changed nothing.
         """
-        return _in_pieces(_add if adds else _write, self.sections(flat))
+        return _in_pieces(_add if adds else _write, self.places(flat))
 
     def addresses(self, plan: BlockPlan) -> npt.NDArray[np.intp] | None:
         """Where the plan's blocks lie in this process's memory: (n,); None unless all are 64 float32 values in a row.
@@ -307,7 +332,7 @@ class ParameterView:
                 if piece.tensor in self._items and not piece.is_tail:
                     yield self._items[piece.tensor], all_rows[piece.rows], index[piece.rows]
 
-    def sections(self, flat: torch.Tensor) -> Iterator[_Section]:
+    def places(self, flat: torch.Tensor) -> Iterator[_Place]:
         """Yield each tensor with its part of `flat`, a view of the same shape, and the padding that follows."""
         line = flat.view(-1)
         starts = (self.space.tensor_starts * BLOCK).tolist()
@@ -332,7 +357,7 @@ def apply_changes(changes: deque[WeightChange]) -> None:
         changes.popleft()
 
 
-def _in_pieces(change: _Change, sections: Iterable[_Section]) -> list[WeightChange]:
+def _in_pieces(change: _Change, places: Iterable[_Place]) -> list[WeightChange]:
     """A change for each tensor and its values. Of a large tensor in host memory, one for each small part.
 
     On a device each call costs, so there is one for all tensors of one dtype whose values are there too; torch makes it
@@ -340,7 +365,7 @@ def _in_pieces(change: _Change, sections: Iterable[_Section]) -> list[WeightChan
     """
     changes: list[WeightChange] = []
     kinds: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for tensor, values, _ in sections:
+    for tensor, values, _ in places:
         if tensor.device.type != "cpu" and tensor.device == values.device:
             kind = kinds.setdefault((tensor.device, tensor.dtype, tensor.is_contiguous()), ([], []))
             kind[0].append(tensor)

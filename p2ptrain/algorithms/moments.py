@@ -53,7 +53,7 @@ class MomentView:
     def _set_moments(self, flat: torch.Tensor) -> None:
         tensors, own = self._tensors(), len(self._parameters)
         step = tensors[-1]
-        for tensor, values, _ in list(ParameterView(self.space, tensors).sections(flat))[own:]:
+        for tensor, values, _ in list(ParameterView(self.space, tensors).places(flat))[own:]:
             tensor.copy_(values)
         for square in tensors[2 * own : -1]:
             square.clamp_(min=0.0)  # rounding can make it negative

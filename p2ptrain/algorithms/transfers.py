@@ -110,10 +110,11 @@ class FlatTransfers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """All transfers of a model's parameters."""
+    """All transfers of a model's parameters. `section`: those of some tensors, in the flat layout of these alone."""
 
     fragments: FragmentTransfers
     flat: FlatTransfers
+    section: Callable[[slice], FlatTransfers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +148,12 @@ class Pieces:
 
 def at_once(view: WeightView) -> Transfers:
     """The transfers of weights that are read and written at once, whatever time that takes."""
-    return Transfers(FragmentsAtOnce(view), FlatAtOnce(view))
+    return Transfers(FragmentsAtOnce(view), FlatAtOnce(view), lambda tensors: FlatAtOnce(view.section(tensors)))
 
 
 def in_pieces(view: ParameterView) -> Transfers:
     """The transfers of weights in this process's memory."""
-    return Transfers(FragmentsAtOnce(view), FlatInPieces(view))
+    return Transfers(FragmentsAtOnce(view), FlatInPieces(view), lambda tensors: FlatInPieces(view.section(tensors)))
 
 
 class FragmentsAtOnce:

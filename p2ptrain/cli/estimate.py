@@ -15,7 +15,7 @@ from p2ptrain.settings.presets import MODELS
 from p2ptrain.settings.table import SETTINGS, Settings
 
 # The settings on which the bytes of a round, of gossip and of joining depend.
-OF_ROUNDS = ("sync_every", "round_codec", "round_density", "prune_fraction", "averaging")
+OF_ROUNDS = ("sync_every", "round_sections", "round_codec", "round_density", "prune_fraction", "averaging")
 OF_GOSSIP = ("fragment_fraction", "fragment_codec", "topology", "fan_out")
 OF_OPTIMIZERS = ("outer_optimizer", "inner_optimizer", "inner_moments")
 OF_PACE = ("max_contributors", "round_timeout_s", "gossip_budget")

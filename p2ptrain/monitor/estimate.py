@@ -23,7 +23,7 @@ from p2ptrain.algorithms.topology import partners
 from p2ptrain.monitor.formatting import count, duration, size
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
-from p2ptrain.protocol.rounds.deciding.grid import gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.deciding.timeouts import SHARE_OF_INTERVAL, fewest_steps
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Attempt, Join
@@ -125,10 +125,12 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     num_blocks = -(-params // BLOCK)
     # AdamW's two moments are averaged like weights.
     averaged_blocks = num_blocks * (3 if run.inner_moments == "averaged" else 1)
+    # Sections are of whole tensors, so this is about the mean.
+    round_blocks = -(-averaged_blocks // run.round_sections)
     contributors, donors_count = min(link.peers, run.max_contributors), link.peers - 1
-    up_bytes, down_bytes = round_bytes(run, averaged_blocks, contributors)
+    up_bytes, down_bytes = round_bytes(run, round_blocks, contributors)
     connections = 1 if run.is_pairwise else contributors - 1
-    taken_over = taken_over_bytes(run, averaged_blocks, contributors)
+    taken_over = taken_over_bytes(run, round_blocks, contributors)
     fragment_bytes = fragment_size(run, num_blocks)
     steps = steps_in_a_push(fragment_bytes, link.step_s)
     push_s = (PUSH_S + PUSH_BYTE_S * steps * fragment_bytes) / (link.gossip_budget * link.cores)
@@ -151,7 +153,7 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
             transfer_s(down_bytes, link.down_bytes_s, link.rtt_s, connections),
         ),
         round_trips_s=event_of(run)[1] * link.rtt_s,
-        compute_s=params * COMPUTE_S,
+        compute_s=params * COMPUTE_S / run.round_sections,
         interval_s=run.sync_every * link.step_s,
         fragment_bytes=fragment_bytes,
         push_every_s=push_every_s,
@@ -172,8 +174,8 @@ def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int
     """The most that a member sends and receives in a round, by the plan of the averaging strategy; or in a pair."""
     if run.is_pairwise:
         return (swap_bytes(gradient_codec(run), num_blocks),) * 2
-    averaging = averaging_of(run)
-    sizes = [part.stop - part.start for part in averaging.plan(_joins(members), (), num_blocks)]
+    averaging, grid = averaging_of(run), Grid.of(num_blocks, gradient_codec(run))
+    sizes = [part.stop - part.start for part in averaging.plan(_joins(members), (), grid)]
     gradients = [gradient_codec(run).size_bytes(size) for size in sizes]
     means = [mean_codec(run, members).size_bytes(size) * averaging.reduces for size in sizes]
     # A member without a part sends all and receives all.

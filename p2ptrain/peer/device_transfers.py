@@ -51,7 +51,9 @@ class _Queued(Generic[T]):
 
 def device_transfers(view: ParameterView, side: SideStream) -> Transfers:
     """The transfers of parameters that are all on the stream's device."""
-    return Transfers(DeviceFragments(view, side), DeviceFlat(view, side))
+    return Transfers(
+        DeviceFragments(view, side), DeviceFlat(view, side), lambda tensors: DeviceFlat(view.section(tensors), side)
+    )
 
 
 class DeviceFragments:

@@ -85,20 +85,26 @@ class ShardedView:
                 elif len(held.rows):
                     self._ranks.send(take(held, values), rank)
 
+    def section(self, tensors: slice) -> ShardedSection:
+        """As `ParameterView.section`."""
+        return ShardedSection(self, tensors)
+
     @torch.no_grad()
-    def read(self, out: torch.Tensor) -> None:
-        """As `ParameterView.read`."""
-        with self._command(Command.READ):
-            for tensor, parts, padding in self._sections(out):
+    def read(self, out: torch.Tensor, tensors: slice | None = None) -> None:
+        """As `ParameterView.read`, of these tensors alone."""
+        tensors = tensors or slice(0, len(self._tensors))
+        with self._command(Command.READ, tensors):
+            for tensor, parts, padding in self._places(out, tensors):
                 parts[0].copy_(tensor.view(-1))
                 for rank, part in enumerate(parts[1:], start=1):
                     if len(part):
                         self._ranks.receive(part, rank)
                 padding.zero_()
 
-    def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """As `ParameterView.changes`, as a single change."""
-        return [functools.partial(self._distribute, Command.ADD if adds else Command.WRITE, flat)]
+    def changes(self, flat: torch.Tensor, *, adds: bool, tensors: slice | None = None) -> Sequence[WeightChange]:
+        """As `ParameterView.changes`, of these tensors alone, as a single change."""
+        command, tensors = Command.ADD if adds else Command.WRITE, tensors or slice(0, len(self._tensors))
+        return [functools.partial(self._distribute, command, flat, tensors)]
 
     def end(self) -> None:
         """On rank 0: let the other ranks return from `serve`."""
@@ -108,10 +114,11 @@ class ShardedView:
     def serve(self) -> None:
         """On the other ranks: do what rank 0 commands, until its `end`."""
         while True:
-            header = torch.zeros(2, dtype=torch.int64, device="cpu")
+            header = torch.zeros(4, dtype=torch.int64, device="cpu")
             self._ranks.copy(header)
             command = Command(int(header[0]))
             blocks = torch.zeros(int(header[1]), dtype=torch.int64, device="cpu")
+            tensors = self._tensors[int(header[2]) : int(header[3])]
             if command is Command.END:
                 return
             if len(blocks):
@@ -125,29 +132,31 @@ class ShardedView:
                     self._ranks.receive(values, 0)
                     self._view.scatter(self._plan(held), values)
                 case Command.READ:
-                    for tensor in self._tensors:
+                    for tensor in tensors:
                         if tensor.numel():
                             self._ranks.send(tensor.to(torch.float32), 0)
                 case Command.WRITE | Command.ADD:
-                    for tensor in self._tensors:
+                    for tensor in tensors:
                         if tensor.numel():
                             values = torch.empty(tensor.numel(), dtype=torch.float32, device="cpu")
                             self._ranks.receive(values, 0)
                             _change(tensor, values, adds=command is Command.ADD)
 
-    def _distribute(self, command: Command, flat: torch.Tensor) -> None:
-        with self._command(command):
-            for tensor, parts, _ in self._sections(flat):
+    def _distribute(self, command: Command, flat: torch.Tensor, tensors: slice) -> None:
+        with self._command(command, tensors):
+            for tensor, parts, _ in self._places(flat, tensors):
                 for rank, part in enumerate(parts[1:], start=1):
                     if len(part):
                         self._ranks.send(part, rank)
                 _change(tensor, parts[0], adds=command is Command.ADD)
 
-    def _sections(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]]:
+    def _places(
+        self, flat: torch.Tensor, tensors: slice
+    ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]]:
         """Yield rank 0's part of each parameter, with the places of all ranks' parts in `flat` and the padding."""
-        line = flat.view(-1)
-        for number, tensor in enumerate(self._tensors):
-            start, stop = (int(block) * BLOCK for block in self.space.tensor_starts[number : number + 2])
+        line, starts = flat.view(-1), self.space.tensor_starts - self.space.tensor_starts[tensors.start]
+        for number, tensor in enumerate(self._tensors[tensors], tensors.start):
+            start, stop = (int(block) * BLOCK for block in starts[number : number + 2])
             ranges = [shard.ranges[number] for shard in self._shards]
             parts = [line[start + low : start + high] for low, high in ranges]
             yield tensor, parts, line[start + self.space.numels[number] : stop]
@@ -156,11 +165,14 @@ class ShardedView:
         return self._own.space.plan(held.numbers)
 
     @contextmanager
-    def _command(self, command: Command, plan: BlockPlan | None = None) -> Iterator[None]:
+    def _command(self, command: Command, of: BlockPlan | slice = slice(0, 0)) -> Iterator[None]:
+        """Tell the other ranks what to do with the blocks of a plan, or with these tensors."""
         assert self._ranks.rank == 0, "only rank 0 has an exchange"
+        plan, tensors = (None, of) if isinstance(of, slice) else (of, slice(0, 0))
         with self._lock:
             held = 0 if plan is None else len(plan.blocks)
-            self._ranks.copy(torch.tensor([command, held], dtype=torch.int64, device="cpu"))
+            header = [command, held, tensors.start, tensors.stop]
+            self._ranks.copy(torch.tensor(header, dtype=torch.int64, device="cpu"))
             if plan is not None and held:
                 self._ranks.copy(torch.from_numpy(plan.blocks))
             try:
@@ -173,6 +185,21 @@ class ShardedView:
                     f"rank 0 of {self._ranks.size} failed while the ranks exchanged weights ({error!r}); start all of "
                     f"them again, as torchrun --max-restarts does"
                 ) from error
+
+
+class ShardedSection:
+    """The `FlatView` of some tensors of a sharded view."""
+
+    def __init__(self, whole: ShardedView, tensors: slice) -> None:
+        self.space = whole.space.section(tensors)
+        self._whole = whole
+        self._tensors = tensors
+
+    def read(self, out: torch.Tensor) -> None:
+        self._whole.read(out, self._tensors)
+
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
+        return self._whole.changes(flat, adds=adds, tensors=self._tensors)
 
 
 @torch.no_grad()

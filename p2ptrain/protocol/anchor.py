@@ -72,6 +72,11 @@ class AnchorState:
         """Numbers of the chunks of one slice of all vectors."""
         return range(piece * len(self.vectors), (piece + 1) * len(self.vectors))
 
+    def chunks_within(self, first: int, end: int) -> range:
+        """Numbers of the chunks of all vectors that hold any of blocks [first, end)."""
+        vectors = len(self.vectors)
+        return range(first // STATE_CHUNK_BLOCKS * vectors, -(-end // STATE_CHUNK_BLOCKS) * vectors)
+
     def chunk(self, index: int) -> np.ndarray:
         """The live (n, 64) view of one chunk. Raises IndexError."""
         if not 0 <= index < self.num_chunks:

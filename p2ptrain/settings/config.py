@@ -66,6 +66,7 @@ PAIRWISE_ALLOWS: Mapping[str, tuple[object, ...]] = {
     "outer_lr_schedule": ("constant",),
     "inner_moments": ("local",),
     "round_mean": ("weighted",),
+    "round_sections": (1,),
 }
 
 
@@ -137,6 +138,11 @@ class RunConfig:
     sync_schedule: str = setting("fixed", choice("fixed", "grow", "shrink"),
         help="Keep H, or change it between H/2 and 3H/2 over the run.",
         why="Both papers keep H fixed; SPARTA leaves schedules open.")
+    round_sections: int = setting(1, number("a whole number, 1 to 64", lambda x: type(x) is int and 1 <= x <= 64),
+        help="Sections of the model; each round averages one, in turn.",
+        why="On slow links. With H / 5 and 5 sections a round has a fifth of the bytes, and lands after a fifth of "
+        "the time: where whole rounds land 20 of 25 steps late, this costs 0.02 nats instead of 0.16 (simulated). "
+        "Streaming DiLoCo's schedule. A section is whole tensors. The last round averages all.")
     fragment_fraction: float = setting(0.005, FRACTION,
         metavar="P", help="Share of the weights sent at each step; 0 for none.",
         why="0.5 %: the larger of the SPARTA paper's two settings.")
@@ -269,6 +275,8 @@ class RunConfig:
         has_moments = self.inner_moments == "local" or self.inner_optimizer == "adamw"
         rule = "local with inner_optimizer = 'muon': only Adam's are averaged"
         self._check("inner_moments", has_moments, rule)
+        can_cut = self.round_sections == 1 or (self.inner_moments == "local" and self.outer_optimizer != "adam")
+        self._check("round_sections", can_cut, "1 with inner_moments = 'averaged' or outer_optimizer = 'adam'")
         # Delayed fragments are kept in memory: those of 1 / p steps are a whole model.
         share = self.fragment_fraction
         fits = self.fragment_delay * share <= 1 + 1e-9

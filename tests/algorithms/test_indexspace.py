@@ -295,3 +295,44 @@ def test_a_copy_of_a_view_has_tensors_of_its_own() -> None:
     other.scatter(other.space.plan([1]), torch.ones(1, BLOCK))
     assert not view.tensors[0].any()
     assert other.tensors[0].sum() == BLOCK
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=12), count=st.integers(1, 9))
+def test_sections_are_runs_of_tensors_that_cover_all_and_none_is_empty(sizes: list[int], count: int) -> None:
+    space = IndexSpace([(str(number), (size,)) for number, size in enumerate(sizes)])
+    sections = space.sections(count)
+    assert [number for tensors in sections for number in range(tensors.start, tensors.stop)] == list(range(len(sizes)))
+    if space.num_blocks:
+        assert len(sections) == min(count, sum(size > 0 for size in sizes))
+        assert all(space.section(tensors).num_blocks for tensors in sections)
+        assert sum(space.section(tensors).num_blocks for tensors in sections) == space.num_blocks
+
+
+def test_sections_have_about_equal_sizes() -> None:
+    """As those of GPT-2: an embedding, and 12 layers of four matrices."""
+    layers = [(f"{layer}.{n}", (n, 768)) for layer in range(12) for n in (2304, 768, 3072, 3072)]
+    space = IndexSpace([("wte", (50257, 768)), ("wpe", (1024, 768)), *layers])
+    shares = [space.section(tensors).num_blocks / space.num_blocks for tensors in space.sections(5)]
+    assert shares[0] == pytest.approx(0.31, abs=0.005)  # the embedding
+    assert shares[1:] == pytest.approx([0.17] * 4, abs=0.02)
+
+
+def test_the_view_of_a_section_reads_and_changes_its_tensors_alone() -> None:
+    tensors = [torch.randn(3, 50), torch.randn(70), torch.randn(5, 64), torch.randn(64, 2).T]
+    space = IndexSpace([(str(number), tuple(tensor.shape)) for number, tensor in enumerate(tensors)])
+    view, before = ParameterView(space, tensors), [tensor.clone() for tensor in tensors]
+    section = view.section(slice(1, 3))
+    out = torch.full((section.space.num_blocks, 64), torch.nan)
+    section.read(out)
+    whole = torch.empty(space.num_blocks, 64)
+    view.read(whole)
+    start = int(space.tensor_starts[1])
+    assert torch.equal(out, whole[start : start + len(out)])
+    FlatAtOnce(section).land(torch.ones_like(out), adds=True).finish()
+    assert [torch.equal(now, then + n) for n, now, then in zip((0, 1, 1, 0), tensors, before, strict=True)] == [
+        True
+    ] * 4

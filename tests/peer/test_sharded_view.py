@@ -55,6 +55,11 @@ def use(view: ParameterView | ShardedView) -> list[torch.Tensor]:
     view.scatter(SPACE.plan([0, 1]), received[:2])
     read.append(torch.full((SPACE.num_blocks, 64), torch.nan))
     view.read(read[-1])
+    for tensors in SPACE.sections(2):
+        section = view.section(tensors)
+        FlatAtOnce(section).land(torch.ones(section.space.num_blocks, 64), adds=True).finish()
+        read.append(torch.full((section.space.num_blocks, 64), torch.nan))
+        section.read(read[-1])
     return read
 
 

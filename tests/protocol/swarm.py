@@ -306,7 +306,10 @@ class Witness:
         node.round_ended = round_ended  # type: ignore[method-assign]
 
     def check_values(self) -> int:
-        """Every anchor is the outer step of exactly its contributors' weighted mean; returns how many were checked."""
+        """Every anchor is the outer step of exactly its contributors' weighted mean; returns how many were checked.
+
+        Blocks that a record does not average have not changed.
+        """
         checked = 0
         for (lineage, round_, peer_id), anchor in self.anchors.items():
             record = self.records[(lineage, round_)]
@@ -316,15 +319,16 @@ class Witness:
             if before is None or momentum is None or any(len(snapshots) != 1 for snapshots in taken):
                 continue
             total = sum(c.weight for c in record.contributors)
+            averaged = slice(record.parts[0].start, record.parts[-1].stop)
             mean = sum(
-                np.float64(c.weight / total) * (before - snapshot).astype(np.float64)
+                np.float64(c.weight / total) * (before[averaged] - snapshot).astype(np.float64)
                 for c, (snapshot,) in zip(record.contributors, taken, strict=True)
             ).astype(np.float32)
             expected, momentum = before.copy(), momentum.copy()
             outer_step(
                 record.outer_optimizer,
-                expected,
-                [momentum],
+                expected[averaged],
+                [momentum[averaged]],
                 mean,
                 lr=record.outer_lr,
                 momentum=record.outer_momentum,

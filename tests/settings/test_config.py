@@ -306,7 +306,7 @@ MEANT = {
     "inner_moments": "local", "max_missed_rounds": 1, "max_contributors": 64,
     "round_timeout_s": 1800.0, "outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_lr_schedule": "constant",
     "outer_momentum": 0.9, "num_shards": 0, "sharding": "iid", "run_seed": 0,
-    "context": 0,
+    "context": 0, "round_sections": 1,
 }  # fmt: skip
 
 

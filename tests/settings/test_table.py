@@ -47,6 +47,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "max_staleness": ("0.5", 0.5),
     "topology": ("pairs", "pairs"),
     "fan_out": ("2", 2),
+    "round_sections": ("5", 5),
     "sync_schedule": ("grow", "grow"),
     "averaging": ("gather", "gather"),
     "round_codec": ("none", "none"),

@@ -44,7 +44,7 @@ from p2ptrain.algorithms.indexspace import FlatView, WeightView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import max_age_steps
-from p2ptrain.algorithms.transfers import FlatAtOnce, Transfer, Transfers, at_once, has_ended
+from p2ptrain.algorithms.transfers import FlatAtOnce, FlatTransfers, Transfer, Transfers, at_once, has_ended
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import types
@@ -79,6 +79,7 @@ class Exchange:
     Attributes:
         epoch: the last resolved round in the weights.
         tokens: trained on since our outer gradient was last in a mean.
+        sections: the blocks [first, end) of each, if rounds average one section at a time.
         inbox: received fragments, and counts of merged and skipped ones.
         landing_error: the last error of a round that is landing; None once it has landed.
     """
@@ -101,6 +102,10 @@ class Exchange:
         transfers = transfers or at_once(view)
         self._fragments = transfers.fragments
         self._flat = transfers.flat if averaged is None else FlatAtOnce(averaged)
+        sections = self.space.sections(run.round_sections) if run.round_sections > 1 else ()
+        self._flats = [transfers.section(tensors) for tensors in sections]
+        starts = self.space.tensor_starts.tolist()
+        self.sections = [(starts[tensors.start], starts[tensors.stop]) for tensors in sections]
         self.inbox = Inbox()
         self.epoch = types.Epoch()
         self.finished = False
@@ -126,7 +131,9 @@ class Exchange:
         self._merger = Merger(self._fragments.compare, self.inbox, most_steps, cpu_clock, self._tell, self._containment)
         slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._pusher = Pusher(self._fragments.gather, slots_per_step, cpu_clock, self._containment)
-        self._snapshotter = Snapshotter(self._flat.read, clock, self._containment)
+        self._snapshotter = Snapshotter(
+            lambda wanted: self._flat_of(wanted.section).read(wanted.buffer), clock, self._containment
+        )
         # The landing that was started, whether it may have changed a part of the weights, and for how many seconds it
         # has blocked training so far.
         self._upload: Transfer[None] | None = None
@@ -145,12 +152,15 @@ class Exchange:
         anchor = self.new_buffer().zero_().numpy() if lands and self._flat.pins else None
         return AnchorState(self.averaged.space.num_blocks, self._num_moments, self.space.num_blocks, anchor)
 
-    def new_buffer(self) -> torch.Tensor:
+    def new_buffer(self, section: int | None = None) -> torch.Tensor:
         """Memory for a snapshot: (num_blocks, 64) float32, pinned for weights on a GPU. Any thread may call it.
 
         Its pages are allocated here, so that the training thread need not do that.
         """
-        return self._flat.buffer()
+        return self._flat_of(section).buffer()
+
+    def _flat_of(self, section: int | None) -> FlatTransfers:
+        return self._flat if section is None else self._flats[section]
 
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         """The values of a fragment, in memory that the device can copy from. Any thread may call it."""
@@ -346,7 +356,7 @@ class Exchange:
         try:
             if self._upload is None:
                 assert landing.buffer is not None
-                self._upload = self._flat.land(landing.buffer, adds=landing.kind == "add")
+                self._upload = self._flat_of(landing.section).land(landing.buffer, adds=landing.kind == "add")
             if not has_ended(self._upload):
                 return False
             self._rewritten = True  # even if an error leaves a part for the next step

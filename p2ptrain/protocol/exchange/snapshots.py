@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from p2ptrain.algorithms.transfers import Transfer, has_ended
 from p2ptrain.protocol.exchange.containment import Containment
 from p2ptrain.protocol.exchange.position import Position
@@ -38,13 +36,13 @@ class Snapshotter:
     """Takes snapshots. For the training thread, except `want` and `is_wanted`, which are for the node.
 
     Args:
-        read: begins to copy all that rounds average (`FlatTransfers.read`).
+        read: begins to copy what is requested into its buffer (`FlatTransfers.read`).
         clock: seconds on the node's clock.
         containment: logs errors, after each of which the copy is tried again.
     """
 
     def __init__(
-        self, read: Callable[[torch.Tensor], Transfer[None]], clock: Callable[[], float], containment: Containment
+        self, read: Callable[[SnapshotWanted], Transfer[None]], clock: Callable[[], float], containment: Containment
     ) -> None:
         self._read = read
         self._clock = clock
@@ -84,7 +82,7 @@ class Snapshotter:
                 return
             self._untaken = None
         try:
-            weights = self._read(wanted.buffer)
+            weights = self._read(wanted)
         except Exception as error:
             self._want_again(wanted, error)
             return

@@ -68,7 +68,7 @@ class Push:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The weights when a round became due. `epoch` is that before the round.
+    """The weights when a round became due, or those of one section. `epoch` is that before the round.
 
     Position and tokens are those of the step that began to copy the weights. If that took several steps (`slices.py`),
     each block is of one of these, and so may have learned from a few steps more.
@@ -87,12 +87,14 @@ class Snapshot:
 class SnapshotWanted:
     """A request to copy the weights into `buffer` when the round is due, or at the first step after `latest_s`.
 
-    The copy should be complete at `whole_by_s`. `for_pair`: for a step with a partner, not for a round.
+    The copy should be complete at `whole_by_s`. `section`: the number of the section to copy; None: all weights.
+    `for_pair`: for a step with a partner, not for a round.
     """
 
     buffer: torch.Tensor
     latest_s: float
     whole_by_s: float = math.inf
+    section: int | None = None
     for_pair: bool = False
 
 
@@ -101,8 +103,8 @@ class Landing:
     """The effect of a resolved round on the weights.
 
     `kind`: "add" adds `buffer` to θ, "write" sets θ to it (both set the inner moments, if rounds average them), "keep"
-    leaves θ unchanged. The next interval begins at step `snapshot_steps` (None: now). `included_tokens`: how many of
-    our tokens the round's mean includes.
+    leaves θ unchanged. With a `section`, `buffer` is of that section alone, and the others stay. The next interval
+    begins at step `snapshot_steps` (None: now). `included_tokens`: how many of our tokens the round's mean includes.
 
     The node owns `buffer`. The training thread, or a GPU, reads it until `LandingDone`. Once an "add" has landed, the
     pages of its buffer are returned to the system unless they are pinned, so it may not be read again. The buffer of a
@@ -118,6 +120,7 @@ class Landing:
     snapshot_steps: int | None = None
     report: RoundReport | None = None
     finished: bool = False
+    section: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,7 +318,7 @@ class Attempts:
         elif sender == member.attempt.leader:
             if isinstance(message, m.Roster):
                 check_roster(message, self._context.peer_id)
-                self._context.averaging.check_plan(message, self._context.state.num_blocks)
+                self._context.averaging.check_plan(message, self._context.grid)
             member.deliver(message)
 
     def note_lost(self, peer_id: PeerId) -> None:

@@ -16,7 +16,7 @@ from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.deciding.averaging import Averaging, averaging_of, is_audited
 from p2ptrain.protocol.rounds.deciding.events import Event
-from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.deciding.grid import Grid, Grids, gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
 from p2ptrain.protocol.rounds.deciding.policy import RecentContributors
 from p2ptrain.protocol.rounds.deciding.proof import Prover
@@ -91,6 +91,7 @@ class RoundContext:
         state: anchor and moments; changed when a decided round is applied, or when the whole state is replaced.
         errors: logs exceptions of our own code that cost no more than an attempt.
         codec: of outer gradients.
+        grid: of the next round; set with each head.
         swarm_size: about how many peers the run has; 0 while we link to all of them.
         recent: the contributors of the last rounds, whose fragments are merged; set with each head.
         audited: whether members commit to their chunks, and reducers are audited.
@@ -114,6 +115,7 @@ class RoundContext:
     liveness: Liveness = field(init=False)
     averaging: Averaging = field(init=False)
     codec: Codec = field(init=False)
+    grids: Grids = field(init=False)
     grid: Grid = field(init=False)
     pushed: PushedMeans = field(init=False)
     parts: PartStore = field(init=False)
@@ -127,7 +129,8 @@ class RoundContext:
         self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.lineage_peers)
         self.averaging = averaging_of(run)
         self.codec = gradient_codec(run)
-        self.grid = Grid.of(self.state.num_blocks, self.codec)
+        self.grids = Grids.of(self.state.num_blocks, self.exchange.sections, self.codec)
+        self.grid = self.grids.whole
         self.audited = is_audited(run, self.averaging)
         largest_mean = mean_codec(run, MAX_CONTRIBUTORS)
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in (self.codec, largest_mean))

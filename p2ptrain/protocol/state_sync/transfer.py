@@ -202,7 +202,10 @@ class Download:
         """Apply a round's outer step to the received chunks. If that fails, they are fetched again."""
         state = self.state
         try:
-            check_record(record, self._context.run, self._context.averaging, state.num_blocks)
+            grid = self._context.grids.of_record(record)
+            check_record(record, self._context.run, self._context.averaging, grid)
+            if grid.section is not None:
+                return  # it changed few chunks
             whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
             mean_bytes = sum(self._context.averaging.size_bytes(record, part) for part in record.parts)
             if len(whole) * len(state.vectors) * state.chunk(0).nbytes < mean_bytes:

@@ -44,13 +44,16 @@ class Bench:
 
     def __init__(
         self, *, fragment_fraction: float = 0.1, sync_every: int = 10, total_steps: int = 0,
-        side: SideStream | None = None,
+        side: SideStream | None = None, round_sections: int = 1,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         self.tensors = [torch.randn(30, 64, generator=generator), torch.randn(70, generator=generator)]
         self.now = 100.0
         self.posted: list[Callable[[], object]] = []
-        run = RunConfig(fragment_fraction=fragment_fraction, sync_every=sync_every, total_steps=total_steps)
+        run = RunConfig(
+            fragment_fraction=fragment_fraction, sync_every=sync_every, total_steps=total_steps,
+            round_sections=round_sections,
+        )  # fmt: skip
         view = ParameterView(SPACE, self.tensors)
         self.exchange = Exchange(
             view, run, transfers=self.transfers(view, side), clock=lambda: self.now, post=self.posted.append
@@ -653,3 +656,27 @@ def test_the_inbox_is_bounded_in_bytes_and_one_fragment_always_fits(monkeypatch:
         bench.receive(sender)
     report = bench.step()
     assert (report.merged, report.skipped) == (1, {"inbox_full": 1})
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_and_a_landing_of_a_section_are_of_its_tensors_alone() -> None:
+    bench, taken = Bench(round_sections=2), list[torch.Tensor]()
+    assert bench.exchange.sections == [(0, 30), (30, 32)]
+    hear(bench.exchange, {SnapshotTaken: lambda snapshot: taken.append(snapshot.weights)})
+    buffer = bench.exchange.new_buffer(1)
+    assert buffer.shape == (2, 64)
+    bench.exchange.want_snapshot(SnapshotWanted(buffer, latest_s=0.0, section=1))
+    before = bench.flat()
+    bench.step()
+    bench.deliver_posts()
+    assert torch.equal(taken[0], before[30:])
+    bench.exchange.land(landing(kind="add", buffer=torch.ones(30, 64), section=0))
+    bench.step()
+    assert torch.equal(bench.flat()[:30], before[:30] + 1)
+    assert torch.equal(bench.flat()[30:], before[30:])
+
+
+def test_without_sections_a_round_is_of_all_tensors() -> None:
+    assert Bench().exchange.sections == []

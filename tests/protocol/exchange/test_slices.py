@@ -75,7 +75,7 @@ class SlowBench(Bench):
             def land(self, flat: torch.Tensor, *, adds: bool) -> Slow:
                 return Slow(plain.flat.land(flat, adds=adds))
 
-        return Transfers(plain.fragments, SlowFlat())
+        return Transfers(plain.fragments, SlowFlat(), plain.section)
 
     def step(self, samples: int = 16, *, took_s: float = STEP_S) -> Any:
         report = super().step(samples, took_s=took_s)

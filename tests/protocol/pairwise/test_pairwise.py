@@ -58,7 +58,7 @@ def weights(seed: int) -> np.ndarray:
 
 def messages_of(values: np.ndarray) -> list[tuple[PairWeights, bytes]]:
     chunks = [
-        (PairWeights(0, start), INT8.encode(values[start:stop])) for start, stop in Grid(BLOCKS).bounds(0, BLOCKS)
+        (PairWeights(0, start), INT8.encode(values[start:stop])) for start, stop in Grid(0, BLOCKS).bounds(0, BLOCKS)
     ]
     return [*chunks, (PairWeights(0, BLOCKS), INT8.encode(values[sample_blocks(BLOCKS)]))]
 

@@ -270,7 +270,7 @@ def test_a_partner_that_sends_nothing_is_not() -> None:
 
 def collection_of(senders: list[str], measured: Timeouts) -> Collection:
     part, codec = RosterPart(0, 2048, "b", ()), gradient_codec(RunConfig())
-    return Collection(part, senders, Grid(2048), codec, measured, 0.0, num_stepped=2048, audited=False)
+    return Collection(part, senders, Grid(0, 2048), codec, measured, 0.0, num_stepped=2048, audited=False)
 
 
 def test_a_reducer_does_not_give_up_its_own_outer_gradient() -> None:

@@ -30,7 +30,7 @@ from p2ptrain.settings.config import RunConfig
 # Twelve chunks and a shorter one, whose last blocks are only averaged.
 BLOCKS = 12 * CHUNK_BLOCKS + 500
 STEPPED = BLOCKS - 300
-BOUNDS = Grid(BLOCKS).bounds(0, BLOCKS)
+BOUNDS = Grid(0, BLOCKS).bounds(0, BLOCKS)
 MEMBERS = ("a", "b", "c")
 TIMEOUTS = Timeouts(peer_timeout_s=30.0, round_timeout_s=60.0)
 
@@ -50,15 +50,15 @@ async def play(workers: Workers, run: RunConfig) -> tuple[object, ...]:
         weights = torch.from_numpy(state.anchor + 0.1 * values(seed))
         error, next_error = (np.zeros_like(state.anchor) if codec.error_decay else None for _ in range(2))
         own = gradients[name] = OwnContribution(
-            Snapshot(Epoch(), weights, 0, 0, 0, False, 0.0), len(BOUNDS), error=error, next_error=next_error
+            Snapshot(Epoch(), weights, 0, 0, 0, False, 0.0), Grid(0, BLOCKS), error=error, next_error=next_error
         )
         await in_parallel(workers, functools.partial(own.encode, state.anchor, codec), BOUNDS)
         own.seal(await in_parallel(workers, own.leaf, BOUNDS))
-    collection = Collection(part, MEMBERS, Grid(BLOCKS), codec, TIMEOUTS, 0.0, num_stepped=STEPPED, audited=True)
+    collection = Collection(part, MEMBERS, Grid(0, BLOCKS), codec, TIMEOUTS, 0.0, num_stepped=STEPPED, audited=True)
     received = [ReceivedChunk(name, start, own.chunks[start]) for name, own in gradients.items() for start, _ in BOUNDS]
     measures = await in_parallel(workers, collection.measure, received)
     expected = ExpectedMean(
-        Grid(BLOCKS).bounds(part.start, part.stop),
+        Grid(0, BLOCKS).bounds(part.start, part.stop),
         [Contributor(name, f"{name}.1", 1.0, b"") for name in MEMBERS],
         averaging,
     )

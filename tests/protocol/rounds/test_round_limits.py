@@ -642,7 +642,7 @@ CHUNK = INT8.encode(np.zeros((CHUNK_BLOCKS, 64), np.float32))
 
 
 def test_early_chunks_take_two_encoded_models_at_most_and_one_of_each_sender() -> None:
-    early = EarlyChunks(INT8, Grid(BLOCKS))
+    early = EarlyChunks(INT8, Grid(0, BLOCKS))
     for sender in "abcde":
         for _ in range(3):
             for start in range(0, BLOCKS, CHUNK_BLOCKS):
@@ -666,14 +666,14 @@ def test_early_chunks_take_two_encoded_models_at_most_and_one_of_each_sender() -
     ],
 )
 def test_an_early_chunk_that_no_roster_can_want_is_refused(start: int, stop: int, data: bytes) -> None:
-    early = EarlyChunks(INT8, Grid(BLOCKS))
+    early = EarlyChunks(INT8, Grid(0, BLOCKS))
     with pytest.raises(WireError):
         early.add("a", chunk_message(start, stop), data)
     assert not list(early.take())
 
 
 def test_early_chunks_that_are_dropped_anyway_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    early, checked = EarlyChunks(INT8, Grid(BLOCKS)), 0
+    early, checked = EarlyChunks(INT8, Grid(0, BLOCKS)), 0
 
     def check(*_: object) -> None:
         nonlocal checked

@@ -129,7 +129,7 @@ class Donor:
         contributors = (Contributor("a", "a.1", 1.0, bytes(32)),)
         for start, stop in ((0, half), (half, BLOCKS)):
             chunks = (
-                rng.standard_normal((high - low, 64), np.float32) for low, high in Grid(BLOCKS).bounds(start, stop)
+                rng.standard_normal((high - low, 64), np.float32) for low, high in Grid(0, BLOCKS).bounds(start, stop)
             )
             mean = b"".join(map(codec("int8").encode, chunks))
             digest = part_digest(mean, contributors, (start, stop))
@@ -153,7 +153,7 @@ class Donor:
             0.0,
         )
         progress = Progress(record)
-        for chunk in Grid(BLOCKS).bounds(0, BLOCKS):
+        for chunk in Grid(0, BLOCKS).bounds(0, BLOCKS):
             step_chunk(self.state, averaging_of(RUN), progress, self.parts.get, None, chunk)
         self.state.rehash()
         head = head_of(self.state, round_=round_)

@@ -64,7 +64,7 @@ class Averaging(Protocol):
     @property
     def reduces(self) -> bool: ...
 
-    def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
+    def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], grid: Grid) -> Plan:
         """Who reduces which blocks of whose outer gradients: at most one part for each member.
 
         Every block of every member must reach some reducer: the landing assumes that all were sent.
@@ -73,10 +73,11 @@ class Averaging(Protocol):
         Args:
             joins: the members, sorted, with the peers that each is linked to.
             avoided: members that reduce only if no other can.
+            grid: of this round.
         """
         ...
 
-    def check_plan(self, roster: Roster, num_blocks: int) -> None:
+    def check_plan(self, roster: Roster, grid: Grid) -> None:
         """Raises WireError unless `plan` could have made this plan. Its members have been checked."""
         ...
 
@@ -118,7 +119,7 @@ class Averaging(Protocol):
         """The record's parts if these reports (by part number) suffice, else None."""
         ...
 
-    def check_record(self, record: Record, num_blocks: int) -> None:
+    def check_record(self, record: Record, grid: Grid) -> None:
         """Raises WireError unless `mean` gives the whole mean from the record's parts."""
         ...
 
@@ -176,14 +177,14 @@ class Parts:
         self._codec = gradient_codec(run)
         self._merge = merge_of(run)
 
-    def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
+    def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], grid: Grid) -> Plan:
         """One part for each reducer, or for the best of them if the vector has fewer chunks."""
         reducers = policy.reducers_of(joins, avoided)
-        bounds = Grid.of(num_blocks, self._codec).split(len(reducers))
+        bounds = grid.split(len(reducers))
         return [RosterPart(start, stop, reducers[i], ()) for i, (start, stop) in enumerate(bounds)]
 
-    def check_plan(self, roster: Roster, num_blocks: int) -> None:
-        Grid.of(num_blocks, self._codec).check_parts((part.start, part.stop) for part in roster.parts)
+    def check_plan(self, roster: Roster, grid: Grid) -> None:
+        grid.check_parts((part.start, part.stop) for part in roster.parts)
         if any(part.senders for part in roster.parts):
             raise WireError("a part that only some members send")
 
@@ -213,8 +214,8 @@ class Parts:
         parts = (Part(p.start, p.stop, reports[i].digests[0], p.reducer) for i, p in enumerate(plan))
         return Conclusion(tuple(parts), tuple(reports[i].gram for i in sorted(reports)))
 
-    def check_record(self, record: Record, num_blocks: int) -> None:
-        Grid.of(num_blocks, self._codec).check_parts((part.start, part.stop) for part in record.parts)
+    def check_record(self, record: Record, grid: Grid) -> None:
+        grid.check_parts((part.start, part.stop) for part in record.parts)
 
     def size_bytes(self, record: Record, part: Part) -> int:
         return mean_codec(self._run, len(record.contributors)).size_bytes(part.stop - part.start)
@@ -243,12 +244,12 @@ class Gather:
         self._codec = gradient_codec(run)
         self._merge = merge_of(run)
 
-    def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
-        """The whole vector to each reducer."""
-        return [RosterPart(0, num_blocks, reducer, ()) for reducer in policy.reducers_of(joins, avoided)]
+    def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], grid: Grid) -> Plan:
+        """All blocks to each reducer."""
+        return [RosterPart(grid.first, grid.end, reducer, ()) for reducer in policy.reducers_of(joins, avoided)]
 
-    def check_plan(self, roster: Roster, num_blocks: int) -> None:
-        if {(part.start, part.stop, part.senders) for part in roster.parts} != {(0, num_blocks, ())}:
+    def check_plan(self, roster: Roster, grid: Grid) -> None:
+        if {(part.start, part.stop, part.senders) for part in roster.parts} != {(grid.first, grid.end, ())}:
             raise WireError("a plan whose parts are not the whole vector from all members")
 
     def is_complete(self, plan: Plan, left: Collection[int]) -> bool:
@@ -280,8 +281,8 @@ class Gather:
         )
         return Conclusion(tuple(parts), (report.gram,))
 
-    def check_record(self, record: Record, num_blocks: int) -> None:
-        named = [(c.peer_id, 0, num_blocks) for c in record.contributors]
+    def check_record(self, record: Record, grid: Grid) -> None:
+        named = [(c.peer_id, grid.first, grid.end) for c in record.contributors]
         if [(part.holder, part.start, part.stop) for part in record.parts] != named:
             raise WireError("a record whose parts are not its contributors' outer gradients")
 
@@ -289,11 +290,12 @@ class Gather:
         return self._codec.size_bytes(part.stop - part.start)
 
     def spans(self, record: Record) -> list[tuple[int, int]]:
-        stop = record.parts[0].stop
-        return [(low, min(low + BLOCKS_PER_VISIT, stop)) for low in range(0, stop, BLOCKS_PER_VISIT)]
+        start, stop = record.parts[0].start, record.parts[0].stop
+        return [(low, min(low + BLOCKS_PER_VISIT, stop)) for low in range(start, stop, BLOCKS_PER_VISIT)]
 
     def mean(self, record: Record, blobs: Blobs, start: int, stop: int) -> Encoding:
-        low, high = self._codec.size_bytes(start), self._codec.size_bytes(stop)
+        first = record.parts[0].start
+        low, high = self._codec.size_bytes(start - first), self._codec.size_bytes(stop - first)
         encoded = [
             (memoryview(blobs(part.digest))[low:high], c.weight)
             for part, c in zip(record.parts, record.contributors, strict=True)

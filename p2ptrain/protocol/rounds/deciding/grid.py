@@ -4,16 +4,22 @@ Each chunk is encoded alone, and parts consist of whole chunks, so that another 
 bytes. A chunk has 1024 blocks: 66 KiB as int8, 256 KiB as fp32, so that control frames never wait long behind one on a
 slow link. Of a large model it has up to 4096 (int8: 264 KiB), as long as it is no larger than one of fp32, because each
 chunk costs many calls in Python: a round of 100M parameters took 20 to 36 % less CPU (docs/log/).
+
+With `round_sections` a round averages one section of the vector, and the next round the next one (Streaming DiLoCo:
+Douillard et al., 2025). A section has fewer bytes, so it lands sooner, and what lands late costs loss
+(docs/evidence/late.md). The run's last round averages all, as all peers end with the same weights.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec, codec
 from p2ptrain.algorithms.merkle import root_of
 from p2ptrain.errors import WireError
+from p2ptrain.protocol.wire.messages import Head, Record
 from p2ptrain.settings.config import RunConfig
 
 # From so many blocks on (16.8M values) a model is large (guess).
@@ -30,57 +36,105 @@ ROUNDING = 2.0**-16
 
 @dataclass(frozen=True)
 class Grid:
-    """The chunks of a vector of `num_blocks` blocks, each of `chunk_blocks` blocks, the last one perhaps shorter."""
+    """The chunks of blocks [first, end) of a vector, each of `chunk_blocks` blocks, the last one perhaps shorter.
 
-    num_blocks: int
+    `section`: the number of the section that these blocks are; None for the whole vector.
+    """
+
+    first: int
+    end: int
     chunk_blocks: int = CHUNK_BLOCKS
+    section: int | None = None
 
     @classmethod
     def of(cls, num_blocks: int, codec: Codec) -> Grid:
-        """That of a vector whose chunks have this codec."""
+        """That of a whole vector whose chunks have this codec."""
         larger = (4 * CHUNK_BLOCKS, 2 * CHUNK_BLOCKS) if num_blocks >= LARGE_BLOCKS else ()
         fitting = (blocks for blocks in larger if codec.size_bytes(blocks) <= MOST_CHUNK_BYTES)
-        return cls(num_blocks, next(fitting, CHUNK_BLOCKS))
+        return cls(0, num_blocks, next(fitting, CHUNK_BLOCKS))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.end - self.first
 
     @property
     def num_chunks(self) -> int:
         return -(-self.num_blocks // self.chunk_blocks)
 
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """All chunks, in order."""
+        return self.bounds(self.first, self.end)
+
+    def holds(self, other: Grid) -> bool:
+        """Whether all blocks of another grid are here."""
+        return self.first <= other.first and other.end <= self.end
+
     def numbers(self, start: int, stop: int) -> tuple[int, int]:
         """The numbers [first, end) of the chunks of blocks [start, stop)."""
-        return start // self.chunk_blocks, -(-stop // self.chunk_blocks)
+        return (start - self.first) // self.chunk_blocks, -((self.first - stop) // self.chunk_blocks)
 
     def bounds(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The chunks of blocks [start, stop); start lies on the grid."""
-        assert start % self.chunk_blocks == 0
+        assert (start - self.first) % self.chunk_blocks == 0
         return [(low, min(low + self.chunk_blocks, stop)) for low in range(start, stop, self.chunk_blocks)]
 
     def split(self, reducers: int) -> list[tuple[int, int]]:
         """At most `reducers` runs of whole chunks, as equal as can be, that cover all blocks in order."""
         count = min(self.num_chunks, reducers)
-        edges = [i * self.num_chunks // count * self.chunk_blocks for i in range(count)] + [self.num_blocks]
-        return [(edges[i], edges[i + 1]) for i in range(count)]
+        edges = [self.first + i * self.num_chunks // count * self.chunk_blocks for i in range(count)]
+        return list(itertools.pairwise([*edges, self.end]))
 
     def check_parts(self, parts: Iterable[tuple[int, int]]) -> None:
         """Raises WireError unless the parts cover all blocks in order, each starting on the grid."""
-        position = 0
+        position = self.first
         for start, stop in parts:
-            if start != position or stop <= start or start % self.chunk_blocks:
+            if start != position or stop <= start or (start - self.first) % self.chunk_blocks:
                 raise WireError(f"part [{start}, {stop}) does not continue at block {position}")
             position = stop
-        if position != self.num_blocks:
-            raise WireError(f"parts end at block {position} of {self.num_blocks}")
+        if position != self.end:
+            raise WireError(f"parts end at block {position}, not {self.end}")
 
     def check_chunk(self, start: int, stop: int) -> None:
         """Raises WireError unless [start, stop) is one chunk."""
-        is_chunk = 0 <= start < self.num_blocks and stop == min(start + self.chunk_blocks, self.num_blocks)
-        if start % self.chunk_blocks or not is_chunk:
-            raise WireError(f"[{start}, {stop}) is no chunk of a vector of {self.num_blocks} blocks")
+        is_chunk = self.first <= start < self.end and stop == min(start + self.chunk_blocks, self.end)
+        if (start - self.first) % self.chunk_blocks or not is_chunk:
+            raise WireError(f"[{start}, {stop}) is no chunk of blocks [{self.first}, {self.end})")
 
     def check_leaves(self, leaves: Sequence[bytes], start: int, proof: Sequence[bytes], root: bytes) -> None:
         """Raises WireError unless the proof leads from these leaf hashes, of chunks from `start` on, to the root."""
-        if root_of(leaves, start // self.chunk_blocks, self.num_chunks, proof) != root:
+        if root_of(leaves, self.numbers(start, start)[0], self.num_chunks, proof) != root:
             raise WireError("its chunks are not those that it committed to")
+
+
+@dataclass(frozen=True)
+class Grids:
+    """The grids of a run's rounds: of the whole vector, and of each section in turn; one if it has no sections."""
+
+    whole: Grid
+    sections: tuple[Grid, ...]
+
+    @classmethod
+    def of(cls, num_blocks: int, sections: Sequence[tuple[int, int]], codec: Codec) -> Grids:
+        """Those of a vector with these sections, each as its blocks [first, end); with none there is one, the whole."""
+        whole = Grid.of(num_blocks, codec)
+        cut = (Grid(*blocks, whole.chunk_blocks, number) for number, blocks in enumerate(sections))
+        return cls(whole, tuple(cut) or (whole,))
+
+    def of_round(self, run: RunConfig, head: Head) -> Grid:
+        """The grid of the round after `head`."""
+        return self.whole if averages_all(run, head) else self.sections[(head.round + 1) % len(self.sections)]
+
+    def of_record(self, record: Record) -> Grid:
+        """The grid of a record, whose parts may not cover it."""
+        section = self.sections[record.round % len(self.sections)]
+        covers_all = bool(record.parts) and (record.parts[0].start, record.parts[-1].stop) == (0, self.whole.end)
+        return self.whole if covers_all else section
+
+
+def averages_all(run: RunConfig, head: Head) -> bool:
+    """Whether the round after `head` averages the whole vector: without sections, or as it may be the run's last."""
+    return run.round_sections == 1 or 0 < run.total_steps <= head.run_step + run.sync_every
 
 
 def gradient_codec(run: RunConfig) -> Codec:

@@ -140,23 +140,29 @@ class MeanGuard:
     lands. That counts only if a voter leads, once for each voter, round and snapshot, and `MOST_DOUBLINGS` times in
     all. A liar with many ids cannot raise the limit. A voter that leads can, once an interval, by calling again: a new
     snapshot is taken only after a round was skipped.
+
+    Where each round averages one section of the vector, each has a history. The last round averages all of them: its
+    squared norm is compared with the sum of theirs.
     """
 
     def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=ROUNDS)
+        # By the blocks that rounds averaged.
+        self._norms: dict[tuple[int, int], deque[float]] = {}
         self._refused: set[tuple[Voter, str, int, int]] = set()
 
-    @property
-    def limit(self) -> float:
-        """The largest norm that is not refused."""
-        if len(self._norms) < LEAST_ROUNDS:
+    def limit(self, first: int, end: int) -> float:
+        """The largest norm of blocks [first, end) that is not refused."""
+        within = {blocks: past for blocks, past in self._norms.items() if first <= blocks[0] and blocks[1] <= end}
+        known = sum(stop - start for (start, stop), past in within.items() if len(past) >= LEAST_ROUNDS)
+        if known < end - first:
             return math.inf
+        usual = math.hypot(*(statistics.median(past) for past in within.values()))
         # After rounds without any change there is no limit.
-        return MOST_MEANS * statistics.median(self._norms) * 2.0 ** len(self._refused) or math.inf
+        return MOST_MEANS * usual * 2.0 ** len(self._refused) or math.inf
 
     def note(self, norms: SpanNorms) -> None:
         """A round with this mean has landed."""
-        self._norms.append(norm_of(norms))
+        self._norms.setdefault(blocks_of(norms), deque(maxlen=ROUNDS)).append(norm_of(norms))
         self._refused.clear()
 
     def refusal(self, norms: SpanNorms, head: Head, leader: Voter, snapshot: int) -> str:
@@ -167,12 +173,17 @@ class MeanGuard:
             leader: who proposes it.
             snapshot: the steps at which our snapshot was taken.
         """
-        norm, limit = norm_of(norms), self.limit
+        norm, limit = norm_of(norms), self.limit(*blocks_of(norms))
         if norm <= limit:
             return ""
         if leader in head.voters and len(self._refused) < MOST_DOUBLINGS:
             self._refused.add((leader, head.lineage, head.round, snapshot))
         return f"the norm of the mean, {norm:.3g}, is above the limit of the last rounds, {limit:.3g}"
+
+
+def blocks_of(norms: SpanNorms) -> tuple[int, int]:
+    """The blocks [first, end) that the spans cover."""
+    return norms[0][0][0], norms[-1][0][1]
 
 
 def norm_of(norms: SpanNorms) -> float:

@@ -16,6 +16,7 @@ from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blob, Conclusion, is_audited
+from p2ptrain.protocol.rounds.deciding.grid import Grid, averages_all
 from p2ptrain.protocol.rounds.deciding.policy import may_be_drawn, rank
 from p2ptrain.protocol.rounds.deciding.proof import Voter
 from p2ptrain.protocol.wire.messages import MAX_COUNT, Arrived, Contributor, Head, Join, Record, Roster, pack
@@ -127,7 +128,9 @@ def record_of(
         conclusion: the parts of the mean.
     """
     included = [members[c.peer_id] for c in contributors]
-    ends = 2 * sum(join.at_length for join in included) >= len(included) and run.total_steps > 0
+    is_at_length = 2 * sum(join.at_length for join in included) >= len(included) and run.total_steps > 0
+    # If this round averages one section only, the next one ends the run.
+    ends = is_at_length and averages_all(run, head)
     # A member that has not finished a step yet does not know its speed.
     speeds = sorted(join.speed for join in included if join.speed > 0)
     median_speed = speeds[len(speeds) // 2] if speeds else 0.0
@@ -163,8 +166,10 @@ def most_run_step(run: RunConfig, head: Head) -> int:
     """The furthest that the round after `head` may bring the run, whatever steps its members claim."""
     if run.is_pairwise and run.total_steps:
         return run.total_steps
-    furthest = head.run_step + MOST_INTERVALS * run.sync_every
-    return min(furthest, run.total_steps) if run.total_steps else furthest
+    furthest, last = head.run_step + MOST_INTERVALS * run.sync_every, run.total_steps
+    if not last:
+        return furthest
+    return min(furthest, last if averages_all(run, head) else last - 1)
 
 
 def outer_settings(run: RunConfig, run_step: int) -> tuple[str, float, float]:
@@ -177,8 +182,12 @@ def outer_settings(run: RunConfig, run_step: int) -> tuple[str, float, float]:
     return run.outer_optimizer, run.outer_lr * outer_lr_scale(run.outer_lr_schedule, progress), run.outer_momentum
 
 
-def check_record(record: Record, run: RunConfig, averaging: Averaging, num_blocks: int) -> None:
-    """Raises WireError unless a leader could have made this record, as far as that does not depend on the head."""
+def check_record(record: Record, run: RunConfig, averaging: Averaging, grid: Grid) -> None:
+    """Raises WireError unless a leader could have made this record, as far as that does not depend on the head.
+
+    Args:
+        grid: of the record's round.
+    """
     weights, intervals = {c.peer_id: c.weight for c in record.contributors}, dict(record.intervals)
     if len(weights) < len(record.contributors) or len(intervals) < len(record.intervals):
         raise WireError("a record whose contributors, or peers with an interval, are not distinct")
@@ -193,7 +202,7 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
     size = root_bytes(audited=is_audited(run, averaging))
     if any(len(c.root) != size for c in record.contributors):
         raise WireError(f"a record whose contributors have not Merkle roots of {size} bytes")
-    averaging.check_record(record, num_blocks)
+    averaging.check_record(record, grid)
     most = MOST_INTERVAL * run.sync_every
     if not all(1 <= interval <= most for interval in intervals.values()):
         raise WireError(f"a record with intervals that are not between 1 and {most}")

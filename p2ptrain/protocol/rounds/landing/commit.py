@@ -218,11 +218,12 @@ class Committer:
             # Training continues while the hashes are computed.
             self._hand_over(landing)
             self._missed_rounds, progress.landing = missed_rounds, landing
-        hashes, numbers = list[str](), range(context.state.num_chunks)
+        numbers, hashes = context.state.chunks_within(context.grid.first, context.grid.end), list[str]()
         at_a_time = CHUNKS_PER_VISIT * context.compute.threads
-        for low in numbers[::at_a_time]:
-            hashes += await in_parallel(context.compute, context.state.chunk_hash, numbers[low : low + at_a_time])
-        context.state.hashes = context.state.combine(hashes)
+        for i in range(0, len(numbers), at_a_time):
+            hashes += await in_parallel(context.compute, context.state.chunk_hash, numbers[i : i + at_a_time])
+        before = context.state.hashes.chunks
+        context.state.hashes = context.state.combine([*before[: numbers.start], *hashes, *before[numbers.stop :]])
         return progress.landing
 
     async def _why_left_out(self, record: Record, own: OwnContribution) -> str:
@@ -230,8 +231,8 @@ class Committer:
         context = self._context
         why = "it came too late"
         if context.run.round_guard == "exclude":
-            bounds = context.grid.bounds(0, context.state.num_blocks)
-            square = await context.compute(own.squared_norm, context.codec, bounds, context.state.num_stepped)
+            bounds, num_stepped = own.grid.chunks, context.state.num_stepped
+            square = await context.compute(own.squared_norm, context.codec, bounds, num_stepped)
             why = f"its norm, {math.sqrt(square):.3g}, is above the limit, or {why}"
         logger.warning("our outer gradient was left out of round %d: %s", record.round, why)
         return f"its outer gradient was left out: {why}"
@@ -241,19 +242,21 @@ class Committer:
 
         A contributor takes the agreed change and keeps its quantisation error: θ += A′ − A + decode(own sent bytes). A
         peer that was left out continues from its own weights (DiLoCo, section 3.1, figure 8), and so does one whose
-        older outer gradient was averaged; left out more than `max_missed_rounds` times in a row, it adopts the anchor
-        and discards its own progress. So does every peer after the run's last round: all end with the same weights.
+        older outer gradient was averaged; left out more than `max_missed_rounds` times in a row, or so many times of
+        each section, it adopts the anchor and discards its own progress. So does every peer after the run's last round:
+        all end with the same weights.
         """
         context, run, taker, own = self._context, self._context.run, self._taker, self._taker.own
         finished = run.is_over_at(record.run_step)
-        overwrite = finished or (not included and missed_rounds > run.max_missed_rounds)
+        most_missed = run.max_missed_rounds * len(context.grids.sections)
+        overwrite = finished or (not included and missed_rounds > most_missed)
         included_tokens = own.snapshot.tokens if included and own is not None else 0
         kind: LandingKind = "keep"
-        buffer = None
+        buffer, section = None, None
         if overwrite:
             kind, buffer = "write", context.state.anchor_tensor()
         elif included and own is not None:
-            kind, buffer = "add", own.snapshot.weights
+            kind, buffer, section = "add", own.snapshot.weights, own.grid.section
         spent = taker.spent()
         report = RoundReport(
             round=record.round,
@@ -281,6 +284,7 @@ class Committer:
             snapshot_steps=own.snapshot.steps if own else None,
             report=report,
             finished=finished,
+            section=section,
         )
 
     async def land(self, landing: Landing) -> None:

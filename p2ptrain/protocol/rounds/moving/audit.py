@@ -31,6 +31,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.nursery import fetch_pipelined
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.averaging import Chunks
+from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.deciding.record import part_digest
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
 from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
@@ -82,12 +83,14 @@ class Audited:
     """A round that is audited.
 
     Attributes:
+        grid: of its round.
         from_holder: whether we got the part from its reducer itself, before the round was decided.
         chunks: our own of the part in order, then the Merkle proof; empty if we did not contribute.
         accused: whether its auditor has accused.
     """
 
     record: Record
+    grid: Grid
     draw: Draw
     from_holder: bool
     chunks: list[bytes]
@@ -108,7 +111,7 @@ class Audits:
 
     def __init__(self, context: RoundContext) -> None:
         self._context = context
-        self._links, self._grid, self._compute = context.links, context.grid, context.compute
+        self._links, self._compute = context.links, context.compute
         self._last: Record | None = None
         self._audited: Audited | None = None
         self._checking = trio.Lock()
@@ -119,14 +122,14 @@ class Audits:
         draw = draw_of(record, self._context.run.audit_rate)
         if draw is None:
             return
-        part, chunks = record.parts[draw.part], list[bytes]()
+        part, grid, chunks = record.parts[draw.part], self._context.grid, list[bytes]()
         # After the decision a reducer may also pass on a part that it did not make.
         from_holder = self._context.parts.accepted == record and self._context.parts.giver(part.digest) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._context.peer_id):
-            chunks = await self._compute(_copy_of, own, self._grid.bounds(part.start, part.stop))
-            chunks.append(b"".join(own.tree.proof(*self._grid.numbers(part.start, part.stop))))
-        self._audited = Audited(record, draw, from_holder, chunks)
+            chunks = await self._compute(_copy_of, own, grid.bounds(part.start, part.stop))
+            chunks.append(b"".join(own.tree.proof(*grid.numbers(part.start, part.stop))))
+        self._audited = Audited(record, grid, draw, from_holder, chunks)
 
     async def audit(self) -> None:
         """Audit the last round if it is ours to audit."""
@@ -226,7 +229,7 @@ class Audits:
             if missing:
                 is_there = self._audited is audited and self._links.get(part.holder) is not None
                 return Verdict.WITHHELD if missing == {part.holder} and is_there else Verdict.UNKNOWN
-            bounds = self._grid.bounds(part.start, part.stop)
+            bounds = audited.grid.bounds(part.start, part.stop)
             try:
                 blobs = await self._compute(self._context.averaging.reduce, bounds, chunks, record.contributors)
             except WireError:
@@ -239,10 +242,10 @@ class Audits:
 
     async def _chunks_of(self, c: Contributor, audited: Audited) -> dict[int, Encoded]:
         """A contributor's chunks of the part by first block, checked by its root. Raises PeerLostError, WireError."""
-        part = audited.part
-        bounds = self._grid.bounds(part.start, part.stop)
+        part, grid = audited.part, audited.grid
+        bounds = grid.bounds(part.start, part.stop)
         if c.peer_id != self._context.peer_id:
-            got = await self._fetch(c, audited.record.sha256, len(bounds) + 1)
+            got = await self._fetch(c, audited, len(bounds) + 1)
         elif audited.chunks:
             got = dict(enumerate(audited.chunks))
         else:
@@ -255,18 +258,18 @@ class Audits:
         def check() -> None:
             hashes = [proof[i : i + HASH_BYTES] for i in range(0, len(proof), HASH_BYTES)]
             leaves = [leaf_hash(got[i]) for i in range(len(bounds))]
-            self._grid.check_leaves(leaves, part.start, hashes, c.root)
+            grid.check_leaves(leaves, part.start, hashes, c.root)
 
         await self._compute(check)
         return {start: got[i] for i, (start, _) in enumerate(bounds)}
 
-    async def _fetch(self, c: Contributor, subject: str, count: int) -> dict[int, bytes]:
+    async def _fetch(self, c: Contributor, audited: Audited, count: int) -> dict[int, bytes]:
         """All chunks and the proof of one contributor, by index. Raises PeerLostError if it does not give them."""
-        most_bytes = max(self._context.codec.size_bytes(self._grid.chunk_blocks), MAX_PROOF * HASH_BYTES)
+        most_bytes = max(self._context.codec.size_bytes(audited.grid.chunk_blocks), MAX_PROOF * HASH_BYTES)
         got: dict[int, bytes] = {}
 
         async def fetch_chunk(index: int) -> None:
-            got[index] = await self._request(c, subject, index)
+            got[index] = await self._request(c, audited.record.sha256, index)
             if len(got[index]) > most_bytes:
                 raise WireError("a chunk that is too large")
 

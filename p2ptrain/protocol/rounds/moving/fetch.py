@@ -58,7 +58,7 @@ class RecordFetcher:
         Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
         """
         context, head = self._context, self._head
-        check_record(record, context.run, context.averaging, context.state.num_blocks)
+        check_record(record, context.run, context.averaging, context.grid)
         if record.parent_hash != head.state_hash:
             raise RoundFailedError("the record starts from another state than ours")
         check_advance(record, context.run, head)

@@ -110,7 +110,7 @@ class AveragingLeader:
         avoided = self._context.avoided.backed_off(trio.current_time()) | struck
         joins = policy.averageable({peer_id: joins[peer_id] for peer_id in members}, avoided)
         members = list(joins)
-        self._plan = tuple(self._context.averaging.plan(joins, avoided, self._context.state.num_blocks))
+        self._plan = tuple(self._context.averaging.plan(joins, avoided, self._context.grid))
         self._sends = policy.parts_of(members, self._plan)
         if self._context.averaging.reduces:
             weights = policy.weights_of(self._context.run, list(joins.values()))

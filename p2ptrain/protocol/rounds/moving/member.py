@@ -77,7 +77,7 @@ class Sender:
                 self._encoded.set()
                 self._encoded = trio.Event()
             if self._context.audited and own.tree is None:
-                compute, bounds = self._context.compute, self._context.grid.bounds(0, self._context.state.num_blocks)
+                compute, bounds = self._context.compute, self._context.grid.chunks
                 await compute(own.seal, await in_parallel(compute, own.leaf, bounds))
             elif not self._context.averaging.reduces:
                 await self._context.compute(own.make_digest)
@@ -236,7 +236,7 @@ class Participation:
 
     async def _prepare(self, window_s: float) -> None:
         context = self._context
-        if context.codec.size_bytes(context.state.num_blocks) >= BULK_FROM_BYTES:
+        if context.codec.size_bytes(context.grid.num_blocks) >= BULK_FROM_BYTES:
             # Before the roster names the reducers: a handshake takes two round trips. The other side does the same.
             links = (context.links.get(peer) for peer in context.host.lineage_peers() if context.peer_id < peer)
             context.links.bulk.open_soon(link for link in links if link is not None)

@@ -22,6 +22,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.os_memory import release_pages
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.deciding.grid import Grid
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +43,16 @@ class OwnContribution:
     chunk once it is in `chunks`, and until it lands.
 
     Attributes:
-        num_chunks: of the whole vector.
+        grid: of the blocks that the round averages. All arrays below begin with the first of them.
         chunks: the encoded chunks by first block; those that have landed are empty.
-        error: values that earlier rounds did not send, (num_blocks, 64); only read. None if the weights keep them.
+        error: values that earlier rounds did not send, (grid.num_blocks, 64); only read. None if the weights keep them.
         tree: commits to all chunks, once `seal` made it.
         digest: of all chunks in order, as hexadecimal text, once `make_digest` made it, where records name it.
         next_error: values that this round does not send; replaces `error` if the round commits with this contribution.
     """
 
     snapshot: Snapshot
-    num_chunks: int
+    grid: Grid
     chunks: dict[int, Encoded] = field(default_factory=dict)
     tree: Tree | None = None
     digest: bytes = b""
@@ -66,7 +67,7 @@ class OwnContribution:
         start, stop = bounds
         if start in self.chunks:
             return
-        weights = self.snapshot.weights.numpy()[start:stop]
+        weights = self.snapshot.weights.numpy()[self.rows(start, stop)]
         try:
             self.chunks[start] = self._encoded(anchor[start:stop], weights, codec, start)
         except ValueError:
@@ -82,14 +83,14 @@ class OwnContribution:
             place[: len(encoded)] = np.frombuffer(encoded, np.uint8)
             release_pages(place[len(encoded) :])
             return place[: len(encoded)].data.toreadonly()
-        stop = start + len(weights)
+        rows = self.rows(start, start + len(weights))
         gradient = difference(anchor, weights, MAX_GRADIENT)
         known = gradient.copy()
-        known += np.float32(codec.error_decay) * self.error[start:stop]
+        known += np.float32(codec.error_decay) * self.error[rows]
         if not is_within(known, MAX_GRADIENT):
             raise ValueError("a value is too large")
         encoded = codec.encode(known)
-        self.next_error[start:stop] = np.subtract(known, codec.decode(encoded, stop - start))
+        self.next_error[rows] = np.subtract(known, codec.decode(encoded, len(weights)))
         weights[:] = gradient
         return encoded
 
@@ -103,19 +104,23 @@ class OwnContribution:
             change: of the anchor in all its blocks; overwritten.
             averaged: the new values of its last blocks, if these are only averaged; `change` does not count there.
         """
-        weights, stop = self.snapshot.weights.numpy(), start + len(change)
+        weights = self.snapshot.weights.numpy()[self.rows(start, start + len(change))]
         if self.error is None:
             codec.add(self.chunks[start], len(change), np.float32(1), change)
-            weights[start:stop] = change
+            weights[:] = change
         else:
-            weights[start:stop] += change
-        weights[stop - len(averaged) : stop] = averaged
+            weights += change
+        weights[len(change) - len(averaged) :] = averaged
         self.chunks[start] = b""
+
+    def rows(self, start: int, stop: int) -> slice:
+        """Where blocks [start, stop) of the vector lie in our arrays."""
+        return slice(start - self.grid.first, stop - self.grid.first)
 
     @property
     def is_whole(self) -> bool:
         """Whether all chunks are encoded."""
-        return len(self.chunks) == self.num_chunks
+        return len(self.chunks) == self.grid.num_chunks
 
     @property
     def name(self) -> bytes:
@@ -182,8 +187,12 @@ class SnapshotTaker:
         self.sits_out = ""
         self.sent = False
         self._context = context
-        # Values that a coarse codec has not sent. With others the error stays in the weights and the next gradient.
-        self._error = np.zeros_like(context.state.anchor) if context.codec.error_decay else None
+        # Values of each section that a coarse codec has not sent. With others the error stays in the weights and the
+        # next gradient.
+        self._errors = {
+            section: np.zeros_like(context.state.anchor[section.first : section.end])
+            for section in (context.grids.sections if context.codec.error_decay else ())
+        }
         self._skipped: frozenset[bytes] = frozenset()
         self._arrived = trio.Event()
         self._encoding = trio.Lock()
@@ -237,8 +246,8 @@ class SnapshotTaker:
                     # With a GPU it has it a step after that: of a window of 2.5 steps (`schedule.py`), 2.25 are used.
                     # One in slices must be whole a little before the window ends.
                     latest_s = called_s + 0.5 * window_s - self._context.exchange.snapshot_delay_s
-                    wanted = SnapshotWanted(memory.buffer, latest_s, whole_by_s=called_s + 0.9 * window_s)
-                    self._context.exchange.want_snapshot(wanted)
+                    section, whole_by_s = self._context.grid.section, called_s + 0.9 * window_s
+                    self._context.exchange.want_snapshot(SnapshotWanted(memory.buffer, latest_s, whole_by_s, section))
                 await self._arrived.wait()
         return self.own
 
@@ -246,7 +255,8 @@ class SnapshotTaker:
         with self._context.errors.containing("getting memory for a snapshot"):
             if not self._others_may_need_parts():
                 self._context.parts.trim([])
-            memory.buffer = await self._context.compute(self._context.exchange.new_buffer)
+            exchange, section = self._context.exchange, self._context.grid.section
+            memory.buffer = await self._context.compute(exchange.new_buffer, section)
         if memory.buffer is None and self._memory is memory:
             self._memory = None
         memory.ready.set()
@@ -259,10 +269,15 @@ class SnapshotTaker:
     def arrive(self, snapshot: Snapshot) -> None:
         """The training thread has taken the requested snapshot."""
         if self.own is None:
-            num_chunks = self._context.grid.num_chunks
-            next_error = None if self._error is None else np.zeros_like(self._error)
-            self.own = OwnContribution(snapshot, num_chunks, error=self._error, next_error=next_error)
+            grid = self._context.grid
+            error = self._error_of(grid)
+            next_error = None if error is None else np.zeros_like(error)
+            self.own = OwnContribution(snapshot, grid, error=error, next_error=next_error)
             self._arrived.set()
+
+    def _error_of(self, grid: Grid) -> np.ndarray | None:
+        held = [error for section, error in self._errors.items() if grid.holds(section)]
+        return np.concatenate(held) if len(held) > 1 else next(iter(held), None)
 
     async def encode(self, bounds: list[tuple[int, int]]) -> None:
         """Encode these chunks of our contribution. Raises RoundFailedError, and sits out, if weights are unusable."""
@@ -282,8 +297,11 @@ class SnapshotTaker:
 
     def note_included(self) -> None:
         """Our contribution is in the mean: keep the error of a coarse codec for the next round."""
-        if self.own is not None and self.own.next_error is not None:
-            self._error = self.own.next_error
+        own = self.own
+        if own is not None and own.next_error is not None:
+            for section in self._errors:
+                if own.grid.holds(section):
+                    self._errors[section] = own.next_error[own.rows(section.first, section.end)]
 
     def gave(self, name: bytes) -> bool:
         """Whether we sent a contribution of this name (`record.name_of`) in this round.

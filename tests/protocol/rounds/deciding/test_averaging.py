@@ -58,14 +58,14 @@ def gradients() -> dict[str, np.ndarray]:
 
 def plan_of(run: RunConfig, reducers: str = "abc") -> tuple[RosterPart, ...]:
     joins = {name: join_of(name, tuple(WEIGHTS), rate=1e6) for name in WEIGHTS}
-    return tuple(averaging_of(run).plan(joins, set(WEIGHTS) - set(reducers), BLOCKS))
+    return tuple(averaging_of(run).plan(joins, set(WEIGHTS) - set(reducers), Grid(0, BLOCKS)))
 
 
 def check_plan(averaging: Averaging, parts: tuple[RosterPart, ...]) -> None:
     """As a member checks a roster."""
     roster = Roster("0-g", 1, ATTEMPT, ("a", "b", "c"), parts, ())
     check_roster(roster, "a")
-    averaging.check_plan(roster, BLOCKS)
+    averaging.check_plan(roster, Grid(0, BLOCKS))
 
 
 def whole_round(
@@ -80,9 +80,9 @@ def whole_round(
     for i, part in enumerate(plan):
         senders = [c for c in CONTRIBUTORS if c.peer_id in (part.senders or WEIGHTS)]
         collection = Collection(
-            part, [c.peer_id for c in senders], Grid(BLOCKS), codec, TIMEOUTS, 0.0, num_stepped=BLOCKS, audited=False
+            part, [c.peer_id for c in senders], Grid(0, BLOCKS), codec, TIMEOUTS, 0.0, num_stepped=BLOCKS, audited=False
         )
-        bounds = Grid(BLOCKS).bounds(part.start, part.stop)
+        bounds = Grid(0, BLOCKS).bounds(part.start, part.stop)
         for c in senders:
             for low, high in bounds:
                 chunk = codec.encode(factor * vectors[c.peer_id][low:high])
@@ -103,7 +103,7 @@ def whole_round(
     record = Record(
         "0-g", "0-g", 1, "", CONTRIBUTORS, conclusion.parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0
     )  # fmt: skip
-    averaging.check_record(record, BLOCKS)
+    averaging.check_record(record, Grid(0, BLOCKS))
     for part in record.parts:
         assert averaging.size_bytes(record, part) == len(blobs[part.digest])
     return averaging, record, blobs
@@ -114,7 +114,7 @@ def decoded(run: RunConfig, reducers: str = "abc") -> np.ndarray:
     spans = averaging.spans(record)
     assert [low for low, _ in spans] == [0, *(high for _, high in spans[:-1])]
     assert spans[-1][1] == BLOCKS
-    bounds = [chunk for span in spans for chunk in Grid(BLOCKS).bounds(*span)]
+    bounds = [chunk for span in spans for chunk in Grid(0, BLOCKS).bounds(*span)]
     means = [(averaging.mean(record, blobs.__getitem__, *chunk), chunk) for chunk in bounds]
     return np.concatenate([codec.decode(data, stop - start) for (codec, data), (start, stop) in means])
 
@@ -125,7 +125,7 @@ def test_gather_is_the_mean_of_what_was_sent_and_nothing_is_lost(mean: str) -> N
     codec, merge, vectors = gradient_codec(run), merge_of(run), gradients()
     reference = [
         merge([(codec.encode(values[low:high]), WEIGHTS[name]) for name, values in vectors.items()], codec, high - low)
-        for low, high in Grid(BLOCKS).bounds(0, BLOCKS)
+        for low, high in Grid(0, BLOCKS).bounds(0, BLOCKS)
     ]
     assert decoded(run).tobytes() == np.concatenate(reference).tobytes()
     assert decoded(run, "b").tobytes() == np.concatenate(reference).tobytes()  # whoever received it
@@ -164,7 +164,7 @@ def test_plans_and_records_of_others_are_checked(name: str) -> None:
             check_plan(averaging, parts)
     for changed in (record.parts[1:], (msgspec.structs.replace(record.parts[0], stop=7), *record.parts[1:])):
         with pytest.raises(WireError):
-            averaging.check_record(msgspec.structs.replace(record, parts=changed), BLOCKS)
+            averaging.check_record(msgspec.structs.replace(record, parts=changed), Grid(0, BLOCKS))
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
@@ -173,11 +173,11 @@ def test_a_mean_that_could_overflow_the_anchor_is_refused_before_ready(name: str
     run = dataclasses.replace(RUNS[name], round_codec=codec)
     largest = max(np.abs(values).max() for values in gradients().values())
     averaging, record, blobs = whole_round(run, factor=0.99 * MAX_GRADIENT / largest)
-    for chunk in Grid(BLOCKS).bounds(0, BLOCKS):
+    for chunk in Grid(0, BLOCKS).bounds(0, BLOCKS):
         check_decodes(averaging, record, blobs.__getitem__, BLOCKS, chunk)
     averaging, record, blobs = whole_round(run, factor=10 * MAX_GRADIENT)
     with pytest.raises(WireError, match="a value is beyond"):
-        check_decodes(averaging, record, blobs.__getitem__, BLOCKS, Grid(BLOCKS).bounds(0, BLOCKS)[0])
+        check_decodes(averaging, record, blobs.__getitem__, BLOCKS, Grid(0, BLOCKS).bounds(0, BLOCKS)[0])
 
 
 def test_what_an_attempt_can_lose_is_up_to_the_strategy() -> None:
@@ -272,12 +272,12 @@ def test_a_run_that_gathers_loses_a_member_and_no_round(kind: type[messages.Mess
 class Pairs(Gather):
     """Groups of two: each sends to its partner alone, so that no reducer has all outer gradients."""
 
-    def plan(self, joins: Mapping[str, Join], avoided: Iterable[str], num_blocks: int) -> Plan:
+    def plan(self, joins: Mapping[str, Join], avoided: Iterable[str], grid: Grid) -> Plan:
         names = list(joins)
         pairs = [tuple(names[i : i + 2]) for i in range(0, len(names), 2)]
-        return [RosterPart(0, num_blocks, name, pair) for pair in pairs for name in pair]
+        return [RosterPart(grid.first, grid.end, name, pair) for pair in pairs for name in pair]
 
-    def check_plan(self, roster: Roster, num_blocks: int) -> None:
+    def check_plan(self, roster: Roster, grid: Grid) -> None:
         assert all(part.reducer in part.senders for part in roster.parts)
 
     def conclude(

@@ -285,7 +285,7 @@ def test_a_reducer_refuses_a_gradient_whose_norm_its_leader_would_refuse() -> No
 
     def refused(value: float) -> dict[str, WireError]:
         timeouts = Timeouts(peer_timeout_s=30.0, round_timeout_s=60.0)
-        collection = Collection(part, ["x"], Grid(2), NONE, timeouts, 0.0, num_stepped=2, audited=False)
+        collection = Collection(part, ["x"], Grid(0, 2), NONE, timeouts, 0.0, num_stepped=2, audited=False)
         collection.add("x", chunk_message(0, 2), NONE.encode(np.full((2, 64), value, np.float32)), 0.0)
         by_sender = collection.note([collection.measure(chunk) for chunk in collection.take_unmeasured(1)])
         assert by_sender.keys() == collection.failed
@@ -321,17 +321,35 @@ def test_a_reducer_that_reports_other_commitments_is_not_asked_again() -> None:
 
 def spans(norm: float) -> list[tuple[tuple[int, int], float]]:
     """The squared norms of two parts of a mean with this norm."""
-    return [((0, 1024), 0.36 * norm**2), ((1024, 2048), 0.64 * norm**2)]
+    return [((0, 1024), 0.36 * norm**2), ((1024, 2142), 0.64 * norm**2)]
+
+
+def test_each_section_has_a_history_and_the_whole_is_compared_with_all_of_them() -> None:
+    guard = MeanGuard()
+
+    def mean(first: int, end: int, norm: float) -> list[tuple[tuple[int, int], float]]:
+        return [((first, end), norm**2)]
+
+    for _ in range(3):
+        guard.note(mean(0, 1000, 3.0))
+    assert guard.refusal(mean(0, 1000, 25.0), HEAD, X, 0)
+    # The other section, and so the whole, has no history yet.
+    assert not guard.refusal(mean(1000, 1500, 1e9), HEAD, X, 0)
+    assert not guard.refusal(mean(0, 1500, 1e9), HEAD, X, 0)
+    for _ in range(3):
+        guard.note(mean(1000, 1500, 4.0))
+    assert guard.limit(1000, 1500) == pytest.approx(32.0)
+    assert guard.limit(0, 1500) == pytest.approx(40.0)
 
 
 def test_a_mean_above_eight_times_the_median_of_the_last_rounds_is_refused() -> None:
     guard = MeanGuard()
     for norm in (1.0, 50.0):
         guard.note(spans(norm))
-        assert guard.limit == np.inf
+        assert guard.limit(0, 2142) == np.inf
         assert not guard.refusal(spans(1e9), HEAD, X, 0)
     guard.note(spans(2.0))
-    assert guard.limit == pytest.approx(16.0)
+    assert guard.limit(0, 2142) == pytest.approx(16.0)
     assert not guard.refusal(spans(15.9), HEAD, X, 0)
     reason = guard.refusal(spans(16.1), HEAD, X, 0)
     assert reason == "the norm of the mean, 16.1, is above the limit of the last rounds, 16"
@@ -350,20 +368,20 @@ def test_a_refusal_doubles_the_limit_once_for_each_voter_and_interval_until_a_ro
         guard.note(spans(1.0))
     for _ in range(5):
         assert guard.refusal(spans(1e6), HEAD, X, 20)
-        assert guard.limit == pytest.approx(16.0)
+        assert guard.limit(0, 2142) == pytest.approx(16.0)
     assert guard.refusal(spans(1e6), HEAD, Y, 20)
-    assert guard.limit == pytest.approx(32.0)
+    assert guard.limit(0, 2142) == pytest.approx(32.0)
     # The round was skipped.
     assert guard.refusal(spans(1e6), HEAD, X, 40)
-    assert guard.limit == pytest.approx(64.0)
+    assert guard.limit(0, 2142) == pytest.approx(64.0)
     # Another round, by a state that came from elsewhere.
     assert guard.refusal(spans(1e6), msgspec.structs.replace(HEAD, round=8), X, 40)
-    assert guard.limit == pytest.approx(128.0)
+    assert guard.limit(0, 2142) == pytest.approx(128.0)
     for steps in range(60, 1000, 20):
         assert guard.refusal(spans(1e6), HEAD, X, steps)
-    assert guard.limit == pytest.approx(64 * 8.0)
+    assert guard.limit(0, 2142) == pytest.approx(64 * 8.0)
     guard.note(spans(1.0))
-    assert guard.limit == pytest.approx(8.0)
+    assert guard.limit(0, 2142) == pytest.approx(8.0)
 
 
 def test_refusals_of_leaders_that_are_no_voters_leave_the_limit() -> None:
@@ -373,7 +391,7 @@ def test_refusals_of_leaders_that_are_no_voters_leave_the_limit() -> None:
     for number in range(20):
         assert guard.refusal(spans(1e6), HEAD, (f"x{number}", "x.1"), 20 * number)
         assert guard.refusal(spans(1e6), HEAD, ("x", f"x.{number + 2}"), 20 * number)
-    assert guard.limit == pytest.approx(8.0)
+    assert guard.limit(0, 2142) == pytest.approx(8.0)
 
 
 def multiply_mean(peer: TestPeer, factor: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.deciding import policy
 from p2ptrain.protocol.rounds.deciding.averaging import Conclusion, averaging_of
+from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.deciding.guard import guarded, norms_of, scaled_down
 from p2ptrain.protocol.rounds.deciding.policy import (
     MARGIN,
@@ -279,7 +280,7 @@ def test_a_record_passes_the_check_whatever_the_members_claim(run: RunConfig, sp
     ]
     head = msgspec.structs.replace(HEAD, tokens_total=1000)
     record = record_of(run, head, joins, contributors, Conclusion((Part(0, 1024, "", "a"),), ((),)))
-    check_record(record, run, averaging_of(run), 1024)
+    check_record(record, run, averaging_of(run), Grid(0, 1024))
     check_advance(record, run, head)
     assert 20 <= record.run_step <= (run.total_steps or 20 + MOST_INTERVALS * run.sync_every)
     assert (record.outer_lr == 1.0 and record.outer_optimizer == "sgd") == at_length

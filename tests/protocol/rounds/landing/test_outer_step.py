@@ -27,7 +27,7 @@ from p2ptrain.settings.config import RunConfig
 
 # The last 300 blocks, from within the third chunk, are only averaged.
 BLOCKS, STEPPED = 3000, 2700
-BOUNDS = Grid(BLOCKS).bounds(0, BLOCKS)
+BOUNDS = Grid(0, BLOCKS).bounds(0, BLOCKS)
 CODEC = codec("int8")
 
 
@@ -58,7 +58,7 @@ def stepped(
     state = AnchorState(BLOCKS, OUTER_OPTIMIZERS[optimizer].num_moments, STEPPED)
     for seed, vector in enumerate(state.vectors):
         vector[:] = abs(values(seed))
-    own = OwnContribution(Snapshot(Epoch(), torch.from_numpy(values(10)), 0, 0, 0, False, 0.0), len(BOUNDS))
+    own = OwnContribution(Snapshot(Epoch(), torch.from_numpy(values(10)), 0, 0, 0, False, 0.0), Grid(0, BLOCKS))
     for chunk in BOUNDS:
         own.encode(state.anchor, CODEC, chunk)
     mean = b"".join(bytes(own.chunks[start]) for start, _ in BOUNDS)

@@ -13,7 +13,7 @@ from blake3 import blake3
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.nursery import fetch_pipelined
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
-from p2ptrain.protocol.rounds.deciding.grid import mean_codec
+from p2ptrain.protocol.rounds.deciding.grid import Grid, mean_codec
 from p2ptrain.protocol.rounds.deciding.record import check_record
 from p2ptrain.protocol.rounds.moving.part_store import PARTS_AT_ONCE, WANTED_RECORDS, PartStore
 from p2ptrain.protocol.rounds.moving.pushed_means import (
@@ -199,4 +199,4 @@ def test_a_record_with_contributors_twice_or_too_many_is_refused(contributors: t
         msgspec.structs.replace(part, holder=name) for part, name in zip(record.parts, contributors, strict=True)
     )
     with pytest.raises(WireError, match=r"distinct|more than 64"):
-        check_record(msgspec.structs.replace(record, parts=parts), RUN, averaging, BLOCKS)
+        check_record(msgspec.structs.replace(record, parts=parts), RUN, averaging, Grid(0, BLOCKS))

@@ -18,7 +18,7 @@ from p2ptrain.settings.config import RunConfig
 
 # Some whole chunks and a shorter one, not from the beginning of the vector.
 PART = RosterPart(CHUNK_BLOCKS, 11 * CHUNK_BLOCKS + 5, "a", ())
-BOUNDS = Grid(11 * CHUNK_BLOCKS + 5).bounds(PART.start, PART.stop)
+BOUNDS = Grid(0, 11 * CHUNK_BLOCKS + 5).bounds(PART.start, PART.stop)
 CONTRIBUTORS = [Contributor(name, f"{name}.1", weight, b"") for name, weight in (("a", 2.0), ("b", 1.0), ("c", 0.5))]
 
 

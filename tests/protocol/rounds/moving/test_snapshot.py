@@ -12,7 +12,7 @@ from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 
 BLOCKS = 2500
-BOUNDS = Grid(BLOCKS).bounds(0, BLOCKS)
+BOUNDS = Grid(0, BLOCKS).bounds(0, BLOCKS)
 
 
 def values(seed: int, blocks: int = BLOCKS) -> np.ndarray:
@@ -21,7 +21,7 @@ def values(seed: int, blocks: int = BLOCKS) -> np.ndarray:
 
 def contribution_of(weights: np.ndarray, **buffers: np.ndarray) -> OwnContribution:
     return OwnContribution(
-        Snapshot(Epoch(), torch.from_numpy(weights.copy()), 0, 0, 0, False, 0.0), len(BOUNDS), **buffers
+        Snapshot(Epoch(), torch.from_numpy(weights.copy()), 0, 0, 0, False, 0.0), Grid(0, BLOCKS), **buffers
     )
 
 

@@ -1,0 +1,141 @@
+"""Rounds of one section of the model at a time, with the code of whole peers on the memory network."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import trio
+
+from p2ptrain.protocol.wire.messages import Record
+from tests.protocol.swarm import RUN, Swarm, TestPeer, Witness, common, run_virtual, start_all, swarm
+
+# Blocks: 40, 2 and 2100. The second section does not start on the chunks of the whole model, nor of its state.
+SECTIONS = dataclasses.replace(RUN, round_sections=2, sync_every=10)
+CUT = 42
+
+
+def averaged(record: Record) -> tuple[int, int]:
+    return record.parts[0].start, record.parts[-1].stop
+
+
+def heads_agree(s: Swarm) -> bool:
+    return len({peer.node.driver.head.state_hash for peer in s.peers.values()}) == 1
+
+
+@pytest.mark.parametrize("averaging", ["parts", "gather"])
+def test_each_round_steps_the_anchor_of_its_section_alone(averaging: str) -> None:
+    run = dataclasses.replace(SECTIONS, round_codec="none", fragment_fraction=0.0, averaging=averaging)
+
+    async def main() -> None:
+        witness = Witness()
+        async with swarm(run) as s:
+            start_all(s, "abcd", witness)
+            await s.until(lambda: common(s, 6, 4))
+            assert witness.check_values() >= 20
+            for (_, round_), record in witness.records.items():
+                assert averaged(record) == ((0, CUT), (CUT, 2142))[round_ % 2]
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "topk"])
+def test_the_hashes_of_the_state_are_those_of_a_whole_new_computation(codec: str) -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(SECTIONS, round_codec=codec, audit_rate=1.0)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 5, 3) and heads_agree(s))
+            state = s.peers["a"].node.state
+            hashes = state.hashes
+            state.rehash()
+            assert state.hashes == hashes
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2"])
+def test_the_last_round_averages_all_and_gives_all_peers_the_same_weights(codec: str) -> None:
+    run = dataclasses.replace(SECTIONS, round_codec=codec, total_steps=95)
+
+    async def main() -> None:
+        witness = Witness()
+        async with swarm(run) as s:
+            start_all(s, "abc", witness)
+            await s.until(lambda: all(p.exchange.finished for p in s.peers.values()))
+            await trio.sleep(2)
+            weights = [peer.flat() for peer in s.peers.values()]
+            assert all(torch.equal(w, s.peers["a"].node.state.anchor_tensor()) for w in weights)
+            last = max(witness.records.values(), key=lambda record: record.round)
+            assert (averaged(last), last.run_step, last.outer_optimizer) == ((0, 2142), 95, "sgd")
+            assert {averaged(r) for r in witness.records.values() if r is not last} == {(0, CUT), (CUT, 2142)}
+
+    run_virtual(main)
+
+
+def test_a_run_that_ends_before_its_head_is_near_ends_with_one_round_more() -> None:
+    """Rounds take so long that the peers reach its end while one is under way: the next one is of a section still."""
+    run = dataclasses.replace(SECTIONS, total_steps=95)
+
+    async def main() -> None:
+        witness = Witness()
+        async with swarm(run) as s:
+            start_all(s, "abc", witness)
+            await s.until(lambda: common(s, 3, 3))
+            s.worker.work_s = 1.0
+            await s.until(lambda: all(p.exchange.at_length for p in s.peers.values()))
+            s.worker.work_s = 0.0
+            await s.until(lambda: all(p.exchange.finished for p in s.peers.values()))
+            assert heads_agree(s)
+            *_, before, last = sorted(witness.records.values(), key=lambda record: record.round)
+            assert (averaged(before), before.run_step) in [((0, CUT), 94), ((CUT, 2142), 94)]
+            assert (averaged(last), last.run_step) == ((0, 2142), 95)
+
+    run_virtual(main)
+
+
+def test_a_joiner_gets_the_state_of_all_sections_and_takes_part() -> None:
+    async def main() -> None:
+        async with swarm(SECTIONS) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 3, 3))
+            joiner: TestPeer = s.start("d")
+            await s.until(lambda: sum(r["group_size"] == 4 for r in joiner.rounds("committed")) >= 3)
+
+    run_virtual(main)
+
+
+def test_the_error_of_a_coarse_codec_is_kept_for_each_section() -> None:
+    """What a section has not sent is sent with its own next round, whatever the others did meanwhile."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(SECTIONS, round_codec="topk", fragment_fraction=0.0)) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, 4, 2))
+            errors = s.peers["a"].node.driver._taker._errors
+            assert [(grid.first, grid.end, error.shape) for grid, error in errors.items()] == [
+                (0, CUT, (CUT, 64)), (CUT, 2142, (2100, 64)),
+            ]  # fmt: skip
+            assert all(error.any() for error in errors.values())
+
+    run_virtual(main)
+
+
+def test_a_member_that_is_left_out_adopts_the_anchor_after_missing_each_section_too_often() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(SECTIONS, fragment_fraction=0.0)) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 1, 4))
+            lagging, landings = s.peers["d"], []
+            land = lagging.exchange.land
+
+            def spy(landing) -> None:  # type: ignore[no-untyped-def]
+                landings.append(landing)
+                land(landing)
+
+            lagging.exchange.land = spy  # type: ignore[method-assign]
+            lagging.exchange.want_snapshot = lambda wanted: None  # type: ignore[method-assign]  # joins without one
+            await s.until(lambda: len(landings) >= 3)
+            assert [landing.kind for landing in landings[:3]] == ["keep", "keep", "write"]
+
+    run_virtual(main)

@@ -70,6 +70,7 @@ class DiLoCo:
 
     Attributes:
         sync_every: H, inner steps between rounds.
+        sections: sections of the model, of which each round averages one; each is averaged every `sections` · H steps.
         sync_schedule: "fixed"; "grow" or "shrink" change H over a run that has a length.
         averaging: "parts", each peer averages one part; "gather", every peer averages everything; or
             "pairwise", random pairs average (NoLoCo), and peers are close, not equal. The last takes other defaults
@@ -93,6 +94,7 @@ class DiLoCo:
     """
 
     sync_every: int | None = None
+    sections: int | None = _named("round_sections")
     sync_schedule: str | None = None
     averaging: str | None = None
     codec: str | None = _named("round_codec")

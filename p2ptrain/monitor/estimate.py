@@ -53,6 +53,8 @@ LIBRARIES_BYTES = 420_000_000
 # Gossip should take at most a quarter of the slower direction of a link (docs/use/choosing.md). A change that saves
 # less than a tenth of a round is not advised.
 SHARE_OF_LINK, NOTABLY = 0.25, 0.9
+# Sections to try: those of the measurements (docs/evidence/late.md).
+SECTIONS = 5
 # The next codec to try, from those that did not raise the loss (docs/use/choosing.md).
 SMALLER = {"none": "int8", "fp16": "int8", "int8": "int4"}
 
@@ -236,17 +238,25 @@ def receivers(run: RunConfig, peers: int) -> int:
 
 def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
     """Yield what the user should change, and always the H that suits this link."""
-    steps, event = fewest_steps(found.round_s, link.step_s), event_of(run)[0]
-    if found.share > SHARE_OF_INTERVAL:
-        yield f"give --sync-every {steps} or more: {event} then takes at most a tenth of its interval"
+    sections = run.round_sections
+    tenth = "a tenth of its interval" if sections == 1 else f"a tenth of {sections} intervals"
+    steps, event = fewest_steps(found.round_s / sections, link.step_s), event_of(run)[0]
+    if found.share > SHARE_OF_INTERVAL * sections:
+        yield f"give --sync-every {steps} or more: {event} then takes at most {tenth}"
+        if may_have_sections(run):
+            yield (
+                f"or --round-sections {SECTIONS} --sync-every {run.sync_every // SECTIONS}: each round then averages a "
+                "part of the model, with as many bytes in all, and lands sooner, which costs less loss"
+            )
     else:
-        yield f"H = {run.sync_every} suits this link: {event} takes at most a tenth of its interval from {steps} on"
+        yield f"H = {run.sync_every} suits this link: {event} takes at most {tenth} from {steps} on"
     for name, value in alternatives(run, link):
         other = estimate_run(dataclasses.replace(run, **{name: value}), params, link)
         if other.round_s < NOTABLY * found.round_s:
             yield (
                 f"with --{name.replace('_', '-')} {value} {event} takes {seconds(other.round_s)} instead of "
-                f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s)} is enough"
+                f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s / sections, link.step_s)} is "
+                "enough"
             )
     is_too_large = found.fragment_bytes > MAX_PAYLOAD_BYTES
     slower_bytes_s, slower = _slower(link)
@@ -267,6 +277,12 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
         yield (
             f"give --round-timeout-s {least} or more: half of the {run.round_timeout_s:g} s of an attempt are too short"
         )
+
+
+def may_have_sections(run: RunConfig) -> bool:
+    """Whether the rounds of this run could average `SECTIONS` sections, one after the other."""
+    allows = not run.is_pairwise and run.inner_moments == "local" and run.outer_optimizer != "adam"
+    return allows and run.round_sections == 1 and run.sync_every >= SECTIONS
 
 
 def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:

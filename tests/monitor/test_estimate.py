@@ -156,6 +156,22 @@ def test_with_the_advised_interval_a_round_takes_a_tenth_of_it() -> None:
         assert next(advice(run, GPT2, link, found)).startswith(words)
 
 
+def test_sections_share_the_bytes_and_an_interval_of_each_counts() -> None:
+    link, whole = Link(rate_mbit=20), dataclasses.replace(RUN, sync_every=1000)
+    cut = dataclasses.replace(whole, sync_every=200, round_sections=5)
+    all_at_once, in_turn = estimate_run(whole, GPT2, link), estimate_run(cut, GPT2, link)
+    assert in_turn.round_up_bytes == pytest.approx(all_at_once.round_up_bytes / 5, rel=0.01)
+    assert in_turn.share == pytest.approx(all_at_once.share, rel=0.05)
+    enough = fewest_steps(in_turn.round_s / 5, link.step_s)
+    for given, words in (
+        (enough, f"H = {enough} suits this link"),
+        (enough - 1, f"give --sync-every {enough} or more"),
+    ):
+        run = dataclasses.replace(cut, sync_every=given)
+        assert next(advice(run, GPT2, link, estimate_run(run, GPT2, link))).startswith(words)
+    assert "--round-sections" not in " ".join(advice(run, GPT2, link, estimate_run(run, GPT2, link)))
+
+
 @pytest.mark.parametrize(
     ("changes", "params", "link", "words"),
     [
@@ -171,6 +187,7 @@ def test_with_the_advised_interval_a_round_takes_a_tenth_of_it() -> None:
         ({"fragment_fraction": 0.02}, GPT2, Link(rate_mbit=20), "give --fragment-fraction 0.004 or less: gossip"),
         ({}, 390_700_000, Link(rate_mbit=2), "give --round-timeout-s 5700 or more: half of the 1800 s"),
         ({"averaging": "gather"}, GPT2, Link(rate_mbit=10, peers=64), "with --averaging parts a round takes 4 min"),
+        ({"sync_every": 100}, GPT2, Link(rate_mbit=20), "or --round-sections 5 --sync-every 20: each round then"),
     ],
 )
 def test_advice(changes: dict[str, object], params: int, link: Link, words: str) -> None:

@@ -121,10 +121,16 @@ def fewest_steps(round_s: float, step_s: float) -> int:
 
 
 class IntervalWatch:
-    """The seconds that this peer's last rounds took. `sync_every`: the run's H."""
+    """The seconds that this peer's last rounds took.
 
-    def __init__(self, sync_every: int) -> None:
+    Args:
+        sync_every: the run's H.
+        sections: of which each round averages one: so many intervals lie between two rounds of one section.
+    """
+
+    def __init__(self, sync_every: int, sections: int) -> None:
         self._sync_every = sync_every
+        self._sections = sections
         self._rounds_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
         self._told_s = -math.inf
 
@@ -138,7 +144,7 @@ class IntervalWatch:
         """
         self._rounds_s.append(round_s)
         usual_s, interval_s = statistics.median(self._rounds_s), own_sync_every * step_s
-        is_long_enough = usual_s <= SHARE_OF_INTERVAL * interval_s
+        is_long_enough = usual_s <= SHARE_OF_INTERVAL * interval_s * self._sections
         if (
             is_long_enough
             or not interval_s
@@ -147,9 +153,10 @@ class IntervalWatch:
         ):
             return ""
         self._told_s = now
-        enough = fewest_steps(usual_s, interval_s / self._sync_every)
+        enough = fewest_steps(usual_s / self._sections, interval_s / self._sync_every)
         return (
             f"a round takes {usual_s:.2g} s, {100 * usual_s / interval_s:.0f} % of an interval of {own_sync_every} "
             f"steps of {step_s:.2g} s, and its result lands late, which costs loss. This run keeps its H = "
-            f"{self._sync_every}; give the next one --sync-every {enough} or more, or a --round-codec with fewer bytes"
+            f"{self._sync_every}; give the next one --sync-every {enough} or more, more --round-sections, or a "
+            "--round-codec with fewer bytes"
         )

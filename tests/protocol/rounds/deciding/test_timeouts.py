@@ -23,20 +23,27 @@ def told(watch: IntervalWatch, rounds_s: list[float], now: float = 0.0, own: int
 
 
 def test_a_round_may_take_a_tenth_of_its_interval() -> None:
-    assert told(IntervalWatch(200), [2.0] * 5) == []
-    (text,) = told(IntervalWatch(200), [2.5] * 5)
+    assert told(IntervalWatch(200, 1), [2.0] * 5) == []
+    (text,) = told(IntervalWatch(200, 1), [2.5] * 5)
     assert text.startswith("a round takes 2.5 s, 12 % of an interval of 200 steps of 0.1 s")
     assert "keeps its H = 200; give the next one --sync-every 250 or more" in text
 
 
+def test_with_sections_an_interval_of_each_counts() -> None:
+    """Five sections of 40 steps: each is averaged every 200 steps."""
+    assert told(IntervalWatch(40, 5), [2.0] * 5, own=40) == []
+    (text,) = told(IntervalWatch(40, 5), [2.5] * 5, own=40)
+    assert "give the next one --sync-every 50 or more" in text
+
+
 def test_one_slow_round_says_nothing() -> None:
-    assert told(IntervalWatch(200), [1.0, 30.0, 1.0, 1.0, 30.0, 1.0]) == []
-    assert told(IntervalWatch(200), [30.0, 30.0]) == []
-    assert len(told(IntervalWatch(200), [1.0, 30.0, 30.0])) == 1
+    assert told(IntervalWatch(200, 1), [1.0, 30.0, 1.0, 1.0, 30.0, 1.0]) == []
+    assert told(IntervalWatch(200, 1), [30.0, 30.0]) == []
+    assert len(told(IntervalWatch(200, 1), [1.0, 30.0, 30.0])) == 1
 
 
 def test_the_warning_is_repeated_after_an_hour() -> None:
-    watch = IntervalWatch(200)
+    watch = IntervalWatch(200, 1)
     assert len(told(watch, [5.0] * 5, now=7.0)) == 1
     assert told(watch, [5.0] * 5, now=6.0 + AGAIN_AFTER_S) == []
     assert len(told(watch, [5.0] * 5, now=7.0 + AGAIN_AFTER_S)) == 1
@@ -44,13 +51,13 @@ def test_the_warning_is_repeated_after_an_hour() -> None:
 
 def test_the_h_that_would_do_is_the_runs() -> None:
     """A peer that is twice as fast has twice the steps in the same interval."""
-    (text,) = told(IntervalWatch(100), [5.0] * 3, own=200)
+    (text,) = told(IntervalWatch(100, 1), [5.0] * 3, own=200)
     assert "25 % of an interval of 200 steps" in text
     assert "keeps its H = 100; give the next one --sync-every 250" in text
 
 
 def test_before_the_first_step_nothing_is_known() -> None:
-    assert not any(IntervalWatch(200).note(5.0, 200, 0.0, 0.0) for _ in range(5))
+    assert not any(IntervalWatch(200, 1).note(5.0, 200, 0.0, 0.0) for _ in range(5))
 
 
 @pytest.mark.parametrize(("latency_s", "warnings"), [(0.001, 0), (0.1, 2)])

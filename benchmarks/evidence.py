@@ -28,6 +28,8 @@ ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "docs/evidence/runs.jsonl"
 PAGE = ROOT / "docs/evidence/runs.md"
 BEGIN, END = "<!-- runs: begin -->\n", "<!-- runs: end -->\n"
+# With these, `make` below `make evidence ARGS=…` would take the same ARGS.
+OF_MAKE = {"ARGS", "MAKEFLAGS", "MAKEOVERRIDES"}
 # How often the load of the machine is read, for its range.
 LOOK_S = 20.0
 
@@ -143,6 +145,7 @@ def make(run: Run, commit: str) -> Record:
         run.command,
         shell=True,
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in OF_MAKE},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",

@@ -66,3 +66,16 @@ def test_a_run_that_passed_at_this_commit_is_not_repeated_and_one_that_failed_is
     assert "| passed |" in page
     assert "| **FAILED** |" in page
     assert "old" not in page
+
+
+@pytest.mark.processes
+def test_the_words_for_make_evidence_do_not_reach_the_make_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """make gives its ARGS to each make below it, by two variables."""
+    monkeypatch.setenv("ARGS", "words")
+    monkeypatch.setenv("MAKEFLAGS", " -- ARGS=words")
+    makefile = tmp_path / "Makefile"
+    makefile.write_text("show:\n\t@echo [$(ARGS)]\n")
+    run = Run("show", f"make -f {makefile} show", "1 s", "that", {"": r"^(\[.*\])$"})
+    assert evidence.make(run, "abc").result == "[]"

@@ -113,6 +113,7 @@ def test_an_arms_directory_is_below_the_one_that_it_is_put_in() -> None:
     assert Experiment.of(steps=1, name="../../SGD 0.3 / 0.9").directory == "..-..-SGD 0.3 - 0.9"
 
 
-def test_the_example_is_one(tmp_path: Path) -> None:
-    _, arms = read_experiments(Path(__file__).parents[2] / "examples" / "simulate.toml")
-    assert len(arms) == 2
+@pytest.mark.parametrize(("name", "count"), [("simulate", 2), ("sections", 3)])
+def test_the_examples_are_some(name: str, count: int) -> None:
+    _, arms = read_experiments(Path(__file__).parents[2] / "examples" / f"{name}.toml")
+    assert len(arms) == count

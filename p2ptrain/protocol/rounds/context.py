@@ -138,6 +138,11 @@ class RoundContext:
         self.parts = PartStore(links, self.compute, self.averaging, self.pushed, SPARE_MODELS * model_bytes)
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
 
+    def set_grid(self, head: Head) -> None:
+        """Average what the round after this head does."""
+        self.grid = self.grids.of_round(self.run, head)
+        self.timeouts.begin(self.grid.num_blocks / self.grids.whole.num_blocks)
+
     def start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
         """Start a task in the driver's nursery. Does nothing once that has ended: links may still deliver messages."""
         if self.nursery is not None:

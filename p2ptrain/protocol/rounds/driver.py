@@ -166,7 +166,7 @@ class RoundDriver:
         assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
         self.past_heads.note(head)
         self.context.recent = self.context.recent.after(head)
-        self.context.grid = self.context.grids.of_round(self.context.run, head)
+        self.context.set_grid(head)
         self._voter_ids = frozenset(peer for peer, _ in head.voters)
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)

@@ -22,6 +22,16 @@ def told(watch: IntervalWatch, rounds_s: list[float], now: float = 0.0, own: int
     return [text for round_s in rounds_s if (text := watch.note(round_s, own, 0.1, now))]
 
 
+def test_a_round_of_the_whole_after_rounds_of_sections_may_take_as_many_times_longer() -> None:
+    timeouts = Timeouts(peer_timeout_s=30.0, round_timeout_s=1800.0)
+    for share, took_s in ((0.25, 50.0), (0.15, 30.0)):
+        timeouts.begin(share)
+        timeouts.note_round(took_s)
+        assert timeouts.attempt_s() == pytest.approx(MARGIN * took_s)
+    timeouts.begin(1.0)
+    assert timeouts.attempt_s() == pytest.approx(MARGIN * 200.0)
+
+
 def test_a_round_may_take_a_tenth_of_its_interval() -> None:
     assert told(IntervalWatch(200, 1), [2.0] * 5) == []
     (text,) = told(IntervalWatch(200, 1), [2.5] * 5)

@@ -29,8 +29,8 @@ USES = (
 )  # fmt: skip
 # Other entries: the end of a step, with the seconds for which its exchange blocked; the end of an evaluation.
 STEP, EVALUATION = "step", "evaluation"
-# The share for which the bar of lost time has a letter.
-BAR_SHARE = 0.0025
+# Length of the longer bar of lost time.
+BAR_LETTERS = 80
 LETTERS = dict(zip(USES, "-diofjDebvs", strict=True))
 
 # Time in seconds, what, and seconds.
@@ -112,9 +112,9 @@ def format_time_use(calm: dict[str, float], storm: dict[str, float], storm_s: fl
     rows = [(use, LETTERS[use], calm[use], storm[use]) for use in USES]
     rows.append(("all", "", sum(calm.values()), sum(storm.values())))
     lines += [f"| {use} | {letter} | {c:.1%} | {s:.1%} | {s * storm_s:.1f} s |" for use, letter, c, s in rows]
-    bars = [f"    {name:6}{_bar(part)}" for name, part in (("calm", calm), ("storm", storm))]
-    return "\n".join([*lines, "", f"What is lost, a letter for {BAR_SHARE:.2%}:", "", *bars])
-
-
-def _bar(part: dict[str, float]) -> str:
-    return "".join(LETTERS[use] * round(part[use] / BAR_SHARE) for use in USES if use != TRAINING)
+    a_letter = max(1e-6, 1 - min(calm[TRAINING], storm[TRAINING])) / BAR_LETTERS
+    bars = [
+        f"    {name:6}" + "".join(LETTERS[use] * round(part[use] / a_letter) for use in USES if use != TRAINING)
+        for name, part in (("calm", calm), ("storm", storm))
+    ]
+    return "\n".join([*lines, "", f"What is lost, a letter for {a_letter:.2%}:", "", *bars])

@@ -158,9 +158,10 @@ def test_a_diary_is_read_from_what_a_peer_records_at_each_start(
 
 
 def test_the_table_and_its_bar() -> None:
-    calm = dict.fromkeys(of.USES, 0.0) | {of.TRAINING: 0.995, of.BLOCKED: 0.005}
-    storm = dict.fromkeys(of.USES, 0.0) | {of.TRAINING: 0.95, of.DOWN: 0.0, of.IMPORTING: 0.03, of.SLOWER: 0.02}
+    calm = dict.fromkeys(of.USES, 0.0) | {of.TRAINING: 0.98, of.BLOCKED: 0.02}
+    storm = dict.fromkeys(of.USES, 0.0) | {of.TRAINING: 0.92, of.DOWN: 0.0, of.IMPORTING: 0.05, of.SLOWER: 0.03}
     text = format_time_use(calm, storm, 1000.0).splitlines()
-    assert f"| {of.IMPORTING} | i | 0.0% | 3.0% | 30.0 s |" in text
+    assert f"| {of.IMPORTING} | i | 0.0% | 5.0% | 50.0 s |" in text
     assert "| all |  | 100.0% | 100.0% | 1000.0 s |" in text
-    assert text[-2:] == ["    calm  bb", f"    storm {12 * 'i'}{8 * 's'}"]
+    assert "What is lost, a letter for 0.10%:" in text
+    assert text[-2:] == [f"    calm  {20 * 'b'}", f"    storm {50 * 'i'}{30 * 's'}"]

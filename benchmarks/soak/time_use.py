@@ -13,7 +13,7 @@ from dataclasses import dataclass
 # What a peer does from an entry of its diary on, until the next one. A peer that is asked to leave counts as down.
 DOWN = "down, paused or leaving"
 IMPORTING = "starting Python, importing torch and p2ptrain"
-OPENING = "opening the network: p2pd starts and dials"
+OPENING = "importing hivemind, opening the network (p2pd)"
 FINDING = "finding the run, building model, data and optimizer"
 JOINING = "joining: finding a member that has the state"
 DOWNLOADING = "downloading the state"

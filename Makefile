@@ -19,7 +19,7 @@ check: lint
 
 # First those that start no peers, then the files of those that do, two at a time; with ARGS, what they name.
 # With bytecode kept, whatever the environment says: else each of the hundred peers compiles the package anew.
-test: export PYTHONDONTWRITEBYTECODE :=
+test soak: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)

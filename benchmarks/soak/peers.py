@@ -14,11 +14,25 @@ import psutil
 from benchmarks.measure import cpu_s, memory
 from benchmarks.processes import descendants
 from benchmarks.soak.environment import Place
-from p2ptrain.demo.orchestrator import LOG, EventReader, Process
+from benchmarks.soak.time_use import (
+    DOWN,
+    DOWNLOADING,
+    EVALUATION,
+    FINDING,
+    FIRST_STEP,
+    IMPORTING,
+    JOINING,
+    OPENING,
+    STEP,
+    Entry,
+)
+from p2ptrain.demo.orchestrator import IDENTITY, LOG, EventReader, Process
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.events import Event
 from p2ptrain.training.join import METRICS_FILE
 
+# Files that a peer writes at each start: when everything is imported, if it is missing; when its network is open.
+LOCK, PORTS = ".lock", f"{IDENTITY}.ports"
 # At the requested pace.
 ROUND_EVERY_S = 12.0
 
@@ -70,6 +84,7 @@ class SoakPeer:
     def __init__(self, number: int, place: Place, scene: Scene) -> None:
         self.number = number
         self.pauses: list[tuple[float, float]] = []
+        self.diary: list[Entry] = []
         self.blocked_s = 0.0
         self.steps: list[float] = []
         self.usage: list[Usage] = []
@@ -88,6 +103,7 @@ class SoakPeer:
 
     def restart(self) -> None:
         """Start the peer in its directory; after the first time with the same identity and its last checkpoint."""
+        (self.directory / LOCK).unlink(missing_ok=True)
         self.process = Process(
             ["join", *run_flags(self._scene.step_s), "--initial-peers", str(self._scene.addresses),
              "--host-maddrs", self._place.host_maddrs, "--out", str(self.directory),
@@ -96,15 +112,19 @@ class SoakPeer:
         )  # fmt: skip
         self._scene.processes.append(self.process)
         self._started_s = time.time()
+        self._has_step = False
+        self._note(self._started_s, IMPORTING)
 
     def kill(self) -> None:
         """Send SIGKILL; its daemon ends too."""
         self._note_cpu()
+        self._note(time.time(), DOWN)
         self.process.kill()
 
     def ask_to_leave(self) -> None:
         """Send SIGTERM, on which it leaves as on Ctrl-C."""
         self._note_cpu()
+        self._note(time.time(), DOWN)
         self.process.ask_to_leave()
 
     def replace(self) -> None:
@@ -149,11 +169,33 @@ class SoakPeer:
         for event in self._reader.new_events():
             if event["event"] == "start":
                 # This event comes after torch's import, but a join is measured from the start of the process.
-                event["t"] = self._started_s
+                event["built_s"], event["t"] = event["t"], self._started_s
             self._scene.run_audit.note(self.name, event)
             if event["event"] == "step":
+                self._has_step = True
                 self.steps.append(event["t"])
-                self.blocked_s += self._blocked(event)
+                blocked_s = self._blocked(event)
+                self.blocked_s += blocked_s
+                self._note(event["t"], STEP, blocked_s)
+            elif event["event"] == "eval" and self._has_step:
+                self._note(event["t"], EVALUATION)
+            elif not self._has_step:
+                self._note_start(event)
+
+    def _note_start(self, event: Event) -> None:
+        """Note how far its start has come. Between its process and its first event it writes two files."""
+        match event:
+            case {"event": "start"}:
+                for file, use in ((LOCK, OPENING), (PORTS, FINDING)):
+                    self._note((self.directory / file).stat().st_mtime, use)
+                self._note(event["built_s"], JOINING)
+            case {"event": "status", "status": str(status)} if status.startswith("downloading"):
+                self._note(event["t"], DOWNLOADING)
+            case {"event": "adopt"}:
+                self._note(event["t"], FIRST_STEP)
+
+    def _note(self, t: float, what: str, seconds: float = 0.0) -> None:
+        self.diary.append((t, what, seconds))
 
     def _blocked(self, step: Event) -> float:
         """Seconds that an exchange blocked training, without those in which the peer was paused."""

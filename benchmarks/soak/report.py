@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from benchmarks.soak.peers import SoakPeer
 from benchmarks.soak.plan import CUT
 from benchmarks.soak.storm import Soak
+from benchmarks.soak.time_use import format_time_use, shares, spans
 from benchmarks.soak.verdict import growths
 
 
 def format_soak(soak: Soak, *, seed: int) -> str:
-    """Format the table: measure, target and measurement."""
+    """Format the results: a table of measure, target and measurement, and one of where the time went."""
     run_audit, peers = soak.run_audit, soak.peers
     storm_s, kinds = soak.over_s - soak.storm_s, Counter(fault.kind for _, fault in soak.done)
     sizes = run_audit.participation
@@ -53,7 +54,11 @@ def format_soak(soak: Soak, *, seed: int) -> str:
          f"{sum(p.used_cpu_s for p in peers) / (len(peers) * (soak.end_s - soak.calm_s)):.2f} cores on average"),
     ]  # fmt: skip
     lines = ["| measure | wanted | measured |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    lives = [spans(peer.diary, peer.pauses, soak.step_s) for peer in peers]
+    calm, storm = shares(lives, soak.calm_s, soak.storm_s), shares(lives, soak.storm_s, soak.over_s)
+    return "\n".join(
+        [*lines, *(f"| {' | '.join(row)} |" for row in rows), "", format_time_use(calm, storm, len(peers) * storm_s)]
+    )
 
 
 def goodput(soak: Soak) -> float:

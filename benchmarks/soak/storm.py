@@ -34,6 +34,7 @@ class Soak:
         run_audit: the rounds of all peers.
         calm_s, storm_s, over_s, end_s: when all peers trained, when the faults began and ended, and the end.
         done: the faults that struck, each with its time.
+        step_s: seconds per step.
     """
 
     peers: list[SoakPeer]
@@ -43,6 +44,7 @@ class Soak:
     over_s: float = 0.0
     end_s: float = 0.0
     done: list[tuple[float, Fault]] = field(default_factory=list)
+    step_s: float = 0.0
 
     @property
     def together(self) -> RoundView | None:
@@ -76,7 +78,7 @@ def run_soak(
         home = environment.bootstrap
         addresses = start_bootstrap(out, processes, lambda: False, host_maddrs=home.host_maddrs, enter=home.enter)
         scene = Scene(out, addresses, processes, run_audit, step_s)
-        soak = Soak([SoakPeer(i, place, scene) for i, place in enumerate(environment.peers)], run_audit)
+        soak = Soak([SoakPeer(i, place, scene) for i, place in enumerate(environment.peers)], run_audit, step_s=step_s)
         try:
             _conduct(soak, environment, faults, (calm_s, storm_s, end_s), say)
         finally:

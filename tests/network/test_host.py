@@ -425,13 +425,16 @@ child.wait()
 
 def test_importing_hivemind_changes_nothing_for_the_user() -> None:
     check = """
-import logging, multiprocessing, signal
+import logging, multiprocessing, signal, sys
 import p2ptrain.network.host
 assert logging.getLevelName(logging.WARNING) == "WARNING"
 assert logging.getLogger().handlers == [] and logging.getLogger("hivemind").handlers == []
 assert multiprocessing.get_start_method(allow_none=True) is None
 multiprocessing.set_start_method("spawn")
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+assert "scipy.optimize" not in sys.modules
+from hivemind.averaging.load_balancing import scipy
+assert scipy.optimize.linprog and sys.modules["scipy.optimize"] is scipy.optimize
 """
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")

@@ -84,6 +84,6 @@ def gradient_codec(run: RunConfig) -> Codec:
     return codec(run.round_codec, prune_fraction=run.prune_fraction, density=run.round_density)
 
 
-def mean_codec(run: RunConfig, contributors: int) -> Codec:
-    """The codec of the mean of this many contributors."""
+def mean_codec(run: RunConfig) -> Codec:
+    """The codec of the mean, if it is encoded again."""
     return codec(MEAN_OF.get(run.round_codec, run.round_codec))

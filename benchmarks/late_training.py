@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from benchmarks.held_out import mean_loss
 from benchmarks.late_rules import RULES, Array, Landing, Prediction
+from p2ptrain.algorithms.averaging import disjoint_mean
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.codec.base import ERROR_DECAY
@@ -196,6 +197,13 @@ def mean_of(sent: Sequence[Array], *, of_senders: bool) -> Array:
     return (total / senders).astype(np.float32)
 
 
+def topk_mean(sent: Sequence[Array]) -> Array:
+    """The project's mean of `topk`, of values that are decoded already."""
+    none, blocks = codec("none"), len(sent[0]) // BLOCK
+    encoded = [(none.encode(values.reshape(-1, BLOCK)), 1.0) for values in sent]
+    return disjoint_mean(encoded, none, blocks).reshape(-1)
+
+
 def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Setup) -> Result:
     """Train all peers, and measure them. Returns losses, None if they diverged, and MB of a peer's outer gradients."""
     run = run_config(cell, setup)
@@ -211,9 +219,9 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
         )  # fmt: skip
         peers.append(Peer(GPT(shape), windows, run))
     rule, tensors = RULES[cell.rule], peers[0].tensors
-    is_sparse, lateness = cell.codec.startswith("sparse"), cell.delay / cell.sync_every
+    is_sparse, is_topk, lateness = cell.codec.startswith("sparse"), cell.codec == "topk", cell.delay / cell.sync_every
     # With short intervals, and for SparseLoCo, the plain mean: as good, or needed (measured).
-    plain = cell.grid == "bytes" and (is_sparse or cell.sync_every <= 10)
+    plain = cell.grid == "bytes" and (is_sparse or is_topk or cell.sync_every <= 10)
     optimizer, lr, momentum = ("sgd", 1.0, 0.0) if plain else rule.outer(lateness)
     code, error_decay = coder_of(cell.codec, tensors)
     anchor = peers[0].weights.copy()
@@ -248,7 +256,8 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
                         peer.weights[:] = rule.start(guess)
                     peer.begun[part] = peer.weights[part]
             if step == due[number]:
-                mean[part] = mean_of([peer.sent[part] for peer in peers], of_senders=is_sparse)
+                sent = [peer.sent[part] for peer in peers]
+                mean[part] = topk_mean(sent) if is_topk else mean_of(sent, of_senders=is_sparse)
                 before, now = anchor[part].copy(), anchor[part]
                 gradient = rule.gradient(mean[part], [moment[part] for moment in moments], tensors, lateness)
                 outer_step(

@@ -76,6 +76,7 @@ class DiLoCo:
             "pairwise", random pairs average (NoLoCo), and peers are close, not equal. The last takes other defaults
             of the outer optimizer: "sgdm" with 0.7 and 0.5.
         codec: codec of the outer gradients: "int8", "int4", "int2", "fp16", "none" or "topk".
+            The last takes other defaults: "gather", the "disjoint" mean, and "sgd" with 1.0 as the outer optimizer.
         density: share of the values that "topk" sends.
         prune_fraction: share of the values that "int8" leaves out, by sign.
         weights: how outer gradients are weighted: by "tokens", "equal", or by size of the "shard".

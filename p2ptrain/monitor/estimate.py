@@ -179,7 +179,7 @@ def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int
     averaging, grid = averaging_of(run), Grid.of(num_blocks, gradient_codec(run))
     sizes = [part.stop - part.start for part in averaging.plan(_joins(members), (), grid)]
     gradients = [gradient_codec(run).size_bytes(size) for size in sizes]
-    means = [mean_codec(run, members).size_bytes(size) * averaging.reduces for size in sizes]
+    means = [mean_codec(run).size_bytes(size) * averaging.reduces for size in sizes]
     # A member without a part sends all and receives all.
     own = [*zip(gradients, means, strict=True), *[(0, 0)] * (members - len(sizes))]
     sent = (sum(gradients) - gradient + (members - 1) * mean for gradient, mean in own)
@@ -192,7 +192,7 @@ def taken_over_bytes(run: RunConfig, num_blocks: int, members: int) -> int:
     if run.is_pairwise:
         return 0
     if averaging_of(run).reduces:
-        return mean_codec(run, members).size_bytes(num_blocks)
+        return mean_codec(run).size_bytes(num_blocks)
     return members * gradient_codec(run).size_bytes(num_blocks)
 
 
@@ -218,11 +218,11 @@ def steps_in_a_push(fragment_bytes: int, step_s: float) -> int:
     return max(1, min(fit, math.ceil(MIN_PUSH_INTERVAL_S / step_s)))
 
 
-def codecs_of(run: RunConfig, link: Link) -> str:
+def codecs_of(run: RunConfig) -> str:
     """The codec of outer gradients, and that of their mean if it is another one."""
     if run.is_pairwise or not averaging_of(run).reduces:
         return run.round_codec
-    mean = mean_codec(run, min(link.peers, run.max_contributors)).name
+    mean = mean_codec(run).name
     return run.round_codec if mean == run.round_codec else f"{run.round_codec}, the mean as {mean}"
 
 
@@ -305,7 +305,7 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
     event, round_trips = event_of(run)
     trips = f"{seconds(found.round_trips_s)} for {round_trips} round trips"
     share, interval = f"{100 * found.share:.1f} %", seconds(found.interval_s)
-    yield f"{event:<9}{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({codecs_of(run, link)})"
+    yield f"{event:<9}{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({codecs_of(run)})"
     yield (
         f"{'':9}{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {trips}, "
         f"{seconds(found.compute_s)} of compute"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.presets import MODELS, PAIR_DEFAULTS, closed_defaults, muon_defaults
+from p2ptrain.settings.presets import MODELS, PAIR_DEFAULTS, TOPK_DEFAULTS, closed_defaults, muon_defaults
 from p2ptrain.settings.setting import (
     FROM_MODEL,
     POSITIVE,
@@ -168,19 +168,24 @@ class RunConfig:
         help="Number of peers that get each fragment.",
         why="The fewest bytes: two peers take twice as many.")
     averaging: str = setting("parts", choice(*AVERAGINGS),
+        default_text="parts, with topk gather",
         help="Average in parts, all-to-all, or in random pairs.",
         why="In parts, each member averages one part for all, and its bytes do not grow with the number of members. "
-        "Gather suits two or three peers, and topk. Pairwise (NoLoCo) is experimental: random pairs, no rounds but the "
-        "last, and peers that are close, not equal. With it, the outer optimizer, its learning rate and its momentum "
-        "default to those of the preset noloco; int4, int2, topk and means other than weighted are refused.")
+        "Gather suits two or three peers, and up to 19 with topk. Pairwise (NoLoCo) is experimental: random pairs, no "
+        "rounds but the last, and peers that are close, not equal. With it, the outer optimizer, its learning rate and "
+        "its momentum default to those of the preset noloco; int4, int2, topk and means other than weighted are "
+        "refused.")
     round_codec: str = setting("int8", choice("int8", "int4", "int2", "fp16", "none", "topk"),
         default_text="int8, with muon int4",
         help="Encoding of outer gradients.",
         why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "
-        "large models. With --inner-optimizer muon the default is int4, but int8 with pairs or pruning.")
+        "large models. With --inner-optimizer muon the default is int4, but int8 with pairs or pruning. topk is "
+        "SparseLoCo's: with AdamW and H = 10 it reached less loss than int4 with a tenth of the bytes (simulated, four "
+        "peers); with Muon int2 and int4 are better.")
     round_density: float = setting(0.02, number("above 0 and at most 1 (0.02 is 2 %)", lambda x: 0 < x <= 1),
+        default_text="0.02, with topk 0.015625",
         help="Share of the values that codec topk sends.",
-        why="SparseLoCo: 1 to 3 %.")
+        why="64 of each group of 4,096 values. SparseLoCo: 1 to 3 %. Without topk it means nothing.")
     prune_fraction: float = setting(0.0, number("at least 0 and below 1 (0.5 is 50 %)", lambda x: 0 <= x < 1),
         help="Share of each neuron's values to leave out (int8).",
         why="Off: pruning half of the values (DiLoCo, table 6) cost 1.3 % of perplexity (reproduced: d14).")
@@ -189,10 +194,12 @@ class RunConfig:
         why="By tokens trained on: with unequal speeds the loss fell from 2.341 to 2.300 (measured). DiLoCo, section "
         "6.1, weights by the size of the shard.")
     round_mean: str = setting("weighted", choice(*ROUND_MEANS),
+        default_text="weighted, with topk disjoint",
         help="Mean of outer gradients; the last three tolerate a minority of liars.",
         why="Both papers' mean. The disjoint merge was better here (reproduced: d18), but worse in DiLoCo, "
-        "section 6.1, with larger models. Clipped (CenteredClip), trimmed and geometric (RFA) bound what a minority "
-        "of lying members can do, and cost a little without any.")
+        "section 6.1, with larger models. With topk it is a mean over those who sent a value, as SparseLoCo's. Clipped "
+        "(CenteredClip), trimmed and geometric (RFA) bound what a minority of lying members can do, and cost a little "
+        "without any.")
     round_guard: str = setting("exclude", choice("exclude", "clip", "off"),
         default_text="exclude, in closed runs clip",
         help="Leave out, scale down or accept far too large outer gradients.",
@@ -220,10 +227,11 @@ class RunConfig:
         why="124M parameters in int8 take nine minutes each way at 2 Mbit/s, the slowest link that we test. After half "
         "of it, members with complete outer gradients go on without the rest.")
     outer_optimizer: str = setting("nesterov", choice("nesterov", "sgdm", "sgd", "adam"),
-        default_text="nesterov, in pairs sgdm",
+        default_text="nesterov, in pairs sgdm, with topk sgd",
         help="Outer optimizer.",
         why="The best of DiLoCo's figure 6.")
     outer_lr: float = setting(0.7, POSITIVE,
+        default_text="0.7, with topk 1.0",
         help="Learning rate of the outer optimizer.",
         why="DiLoCo, table 5, for Nesterov. The others there: sgd 0.5, sgdm 0.3, adam 0.3. With momentum 0.6, 0.7 was "
         "as good as 0.9 with 0.4 (simulated).")
@@ -391,8 +399,9 @@ def resolve_run(
         ConfigError: an explicit setting is invalid.
     """
     if adopted is None:
-        defaults = PAIR_DEFAULTS if explicit.get("averaging") == "pairwise" else {}
-        closed = closed_defaults(explicit) if is_closed else {}
+        defaults: Mapping[str, Any] = PAIR_DEFAULTS if explicit.get("averaging") == "pairwise" else {}
+        defaults = TOPK_DEFAULTS if explicit.get("round_codec") == "topk" else defaults
+        closed = closed_defaults({**defaults, **explicit}) if is_closed else {}
         return RunConfig.from_dict({**defaults, **muon_defaults(explicit), **closed, **explicit})
     for name, ours in RunConfig.checked(explicit).items():
         theirs = getattr(adopted, name)

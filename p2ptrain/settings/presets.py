@@ -19,6 +19,12 @@ PAIR_DEFAULTS: Mapping[str, str | float] = {"outer_optimizer": "sgdm", "outer_lr
 # Defaults of a run with inner_optimizer = "muon": half of int8's bytes at no loss, 2.016 nats, and 2.015 with float32
 # (simulated, 156 thousand parameters, two seeds).
 MUON_DEFAULTS: Mapping[str, str] = {"round_codec": "int4"}
+# Defaults of a run with round_codec = "topk", as in SparseLoCo. A mean over all contributors instead of a value's
+# senders lost 0.14 nats (docs/log/2026-11-22.md), and one in parts is sent as int4, in 18 times as many bytes.
+# The density is among them so that the digests of other runs stay as they were.
+TOPK_DEFAULTS: Mapping[str, str | float] = {
+    "averaging": "gather", "round_mean": "disjoint", "outer_optimizer": "sgd", "outer_lr": 1.0, "round_density": 1 / 64,
+}  # fmt: skip
 # Defaults of a run that is founded with a run key or an allow list: its members were chosen, so none is left out.
 CLOSED_DEFAULTS: Mapping[str, str] = {"round_guard": "clip"}
 PRESETS: Mapping[str, Mapping[str, str | int | float]] = {

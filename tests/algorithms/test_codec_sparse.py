@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.averaging import weighted_mean
-from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec, codec
+from p2ptrain.algorithms.codec import Codec, codec
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.errors import ConfigError, WireError
 
@@ -17,7 +17,7 @@ CODECS = {
     "pruned 50": codec("int8", prune_fraction=0.5),
     "pruned 98": codec("int8", prune_fraction=0.98),
     "topk 0.1": codec("topk", density=0.001),
-    "topk 2": codec("topk", density=0.02),
+    "topk 1.6": codec("topk"),
     "topk 30": codec("topk", density=0.3),
     "topk 100": codec("topk", density=1.0),
 }
@@ -97,24 +97,31 @@ def test_a_density_is_a_share(density: float) -> None:
         codec("topk", density=density)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 3, 1024, 1500])
-@pytest.mark.parametrize("density", [0.001, 0.02, 0.5])
-def test_topk_keeps_the_largest_of_each_chunk(num_blocks: int, density: float) -> None:
-    """Against a full sort; the error of a kept value is at most half a step of the largest in its group."""
-    blocks = normal_blocks(num_blocks)
-    chosen = codec("topk", density=density)
+def plain_topk(values: np.ndarray, count: int) -> np.ndarray:
+    """Reference: SparseLoCo's coding of one group in double precision, by a full sort."""
+    kept = np.argsort(-np.abs(values), kind="stable")[:count]
+    chosen = values[kept].astype(np.float64)
+    bins = np.zeros(count) if count == 1 else np.floor((chosen - chosen.mean()) / (1.5 * chosen.std())).clip(-2, 1)
+    decoded = np.zeros(len(values))
+    for level in set(bins):
+        decoded[kept[bins == level]] = chosen[bins == level].mean()
+    return decoded
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 64, 65, 1500])
+@pytest.mark.parametrize("density", [0.001, 1 / 64, 0.5])
+def test_topk_agrees_with_the_plain_reference(num_blocks: int, density: float) -> None:
+    blocks, chosen = normal_blocks(num_blocks), codec("topk", density=density)
     decoded = chosen.decode(chosen.encode(blocks), num_blocks)
-    for start in range(0, num_blocks, CHUNK_BLOCKS):
-        values, found = (array[start : start + CHUNK_BLOCKS].reshape(-1) for array in (blocks, decoded))
-        count = max(1, round(density * values.size))
-        kept = np.sort(np.argsort(-np.abs(values), kind="stable")[:count])
-        assert not np.delete(found, kept).any()
-        for group in (kept[i : i + 64] for i in range(0, count, 64)):
-            assert np.abs(found[group] - values[group]).max() <= np.abs(values[group]).max() / 126 * 0.51
+    for start in range(0, num_blocks, 64):
+        values, found = (array[start : start + 64].reshape(-1) for array in (blocks, decoded))
+        expected = plain_topk(values, max(1, round(density * values.size)))
+        np.testing.assert_allclose(found, expected, rtol=2.0**-8)
 
 
 @pytest.mark.parametrize(("density", "num_blocks", "size"), [
-    (0.02, 1024, 3 * 1311 + 2 * 21), (0.02, 1, 3 + 2), (0.001, 1, 3 + 2), (1.0, 2, 3 * 128 + 2 * 2), (0.5, 0, 0),
+    (1 / 64, 1024, 16 * 120), (1 / 64, 65, 120 + 15), (0.02, 64, 8 + 21 * 7), (0.001, 1, 15), (1.0, 2, 232),
+    (0.5, 0, 0),
 ])  # fmt: skip
 def test_topk_has_a_fixed_size(density: float, num_blocks: int, size: int) -> None:
     chosen = codec("topk", density=density)
@@ -234,19 +241,38 @@ def test_a_bitmap_that_keeps_another_number_is_a_wire_error() -> None:
         chosen.decode(2 * scale + b"\xff" * 8 + bytes(8) + 2 * steps, 2)
 
 
-@pytest.mark.parametrize("positions", [(5, 5), (6, 5), (5, 64), (5, 65535)])
-def test_positions_that_do_not_rise_within_the_chunk_are_a_wire_error(positions: tuple[int, int]) -> None:
+def topk_group(levels: tuple[int, int, int, int], *kept: tuple[int, int]) -> bytes:
+    """The bytes of a group of up to four kept values, each a position and a level."""
+    word = sum((4 * position + level) << 14 * i for i, (position, level) in enumerate(kept))
+    return struct.pack("<4H", *levels) + word.to_bytes(7, "little")
+
+
+LEVELS = (0xC000, 0xBF80, 0x3F80, 0x4000)  # -2, -1, 1, 2
+
+
+def test_a_group_has_positions_and_levels_of_14_bits() -> None:
     chosen = codec("topk", density=2 / 64)
-    tail = struct.pack("<Hbb", 0x3F80, 1, 2)
-    assert np.flatnonzero(chosen.decode(struct.pack("<HH", 5, 63) + tail, 1)).tolist() == [5, 63]
+    decoded = chosen.decode(topk_group(LEVELS, (5, 0), (63, 2)), 1)
+    assert {i: decoded[0, i] for i in np.flatnonzero(decoded)} == {5: -2, 63: 1}
+    assert chosen.encode(decoded) == topk_group((0, 0xC000, 0x3F80, 0), (5, 1), (63, 2))
+
+
+@pytest.mark.parametrize(
+    "kept", [[(5, 0), (5, 1)], [(6, 0), (5, 0)], [(5, 0), (64, 0)], [(5, 0), (4095, 3)], [(1, 0), (2, 0), (0, 1)]]
+)
+def test_positions_that_do_not_rise_within_the_group_are_a_wire_error(kept: list[tuple[int, int]]) -> None:
     with pytest.raises(WireError, match="positions"):
-        chosen.decode(struct.pack("<HH", *positions) + tail, 1)
+        codec("topk", density=2 / 64).decode(topk_group(LEVELS, *kept), 1)
+
+
+@pytest.mark.parametrize("bits", [0x0001, 0x7F80, 0x8000, 0x807F, 0xFF80, 0xFFFF])
+def test_levels_that_no_encoder_makes_are_refused(bits: int) -> None:
+    with pytest.raises(WireError, match="level"):
+        codec("topk", density=1 / 64).decode(topk_group((*LEVELS[:3], bits), (5, 0)), 1)
 
 
 @pytest.mark.parametrize("bits", [0x0001, 0x7C00, 0x7F80, 0x8000])
 def test_scales_that_no_encoder_makes_are_refused(bits: int) -> None:
-    with pytest.raises(WireError, match="scale"):
-        codec("topk", density=1 / 64).decode(struct.pack("<HHb", 5, bits, 1), 1)
     with pytest.raises(WireError, match="scale"):
         codec("int8", prune_fraction=0.5).decode(struct.pack("<H", bits) + b"\xff\x00" * 4 + bytes(32), 1)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks import late, late_rules
 from benchmarks.late_rules import ON_TIME, RULES, Array, Landing, Prediction, aged, heloco
-from benchmarks.late_training import Cell, Setup, coder_of, mean_of, muon_step, simulate, sparse
+from benchmarks.late_training import Cell, Setup, coder_of, mean_of, muon_step, simulate, sparse, topk_mean
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.training.data import Characters, Corpus, load_corpus
 
@@ -149,6 +149,12 @@ def test_sparse_keeps_the_largest_values_of_each_tensor_and_the_mean_is_over_sen
     np.testing.assert_array_equal(mean_of([decoded, other], of_senders=False), decoded / 2)
 
 
+def test_the_mean_of_topk_leaves_out_who_sent_nothing_and_the_lesser_sign() -> None:
+    sent = [np.zeros(64, np.float32) for _ in range(3)]
+    sent[0][:3], sent[1][:3], sent[2][0] = (2, 2, 1), (4, -3, 0), -1
+    assert topk_mean(sent)[:4].tolist() == [3, -3, 1, 0]
+
+
 def test_a_coder_decodes_what_the_codec_does() -> None:
     code, error_decay = coder_of("int4", TENSORS)
     decoded, size = code(vector(0))
@@ -204,7 +210,7 @@ def test_the_page_has_the_results() -> None:
 
 def test_peers_learn(corpus: Corpus) -> None:
     setup = dataclasses.replace(TINY, steps=60, lr=1e-2)
-    for codec in ("int4", "sparse128"):
+    for codec in ("int4", "topk", "sparse128"):
         learnt = simulate(Cell("bytes", "add", 0, "adamw", 2, "iid", 0, codec, 10), corpus, None, setup)
         assert learnt["loss"] < 3.2  # 4.6 at the start
         assert learnt["mb"] > 0

@@ -16,7 +16,7 @@ from p2ptrain.settings.access import EXAMPLE
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.model_defaults import MODEL_DEFAULTS
 from p2ptrain.settings.peer_config import ENDPOINT, NetworkConfig, PageConfig, PeerConfig
-from p2ptrain.settings.presets import CLOSED_DEFAULTS, MUON_DEFAULTS, PAIR_DEFAULTS, PRESETS
+from p2ptrain.settings.presets import CLOSED_DEFAULTS, MUON_DEFAULTS, PAIR_DEFAULTS, PRESETS, TOPK_DEFAULTS
 from p2ptrain.settings.run_key import SECRET_BYTES, make_key_file, read_key
 from p2ptrain.settings.setting import Setting, settings_of
 from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, merge
@@ -367,6 +367,24 @@ def test_pairs_alone_have_the_outer_optimizer_that_they_need() -> None:
     assert merge({"averaging": "gather"}, {}).resolve_run(None).outer_optimizer == RunConfig.outer_optimizer
 
 
+def test_topk_has_the_mean_and_the_outer_step_that_it_needs(tmp_path: Path) -> None:
+    for flags in ({}, {"preset": "diloco"}, {"inner_optimizer": "muon"}):
+        merged = merge({"round_codec": "topk", **flags}, {})
+        run = merged.resolve_run(None)
+        assert TOPK_DEFAULTS.items() <= run.to_dict().items()
+        assert {merged.sources[name] for name in TOPK_DEFAULTS} == {"round_codec topk"}
+        # Given was only the codec.
+        assert "averaging" not in merged.explicit_run()
+        assert merged.resolve_run(live := dataclasses.replace(run, outer_lr=0.5)) == live
+    for is_closed in (False, True):
+        run = resolve_run({"round_codec": "topk"}, None, is_closed=is_closed)
+        assert TOPK_DEFAULTS.items() <= run.to_dict().items()
+        assert run.round_guard == "exclude"  # the disjoint mean cannot clip
+    assert merge({"round_codec": "topk", "allow": "members.txt"}, {}).resolve_run(None).round_guard == "exclude"
+    given = merge({"round_codec": "topk", "averaging": "parts", "round_mean": "weighted"}, {}).resolve_run(None)
+    assert (given.averaging, given.round_mean, given.outer_lr) == ("parts", "weighted", 1.0)
+
+
 def test_rounds_are_int4_with_muon_inside_unless_something_else_is_given() -> None:
     merged = merge({"inner_optimizer": "muon"}, {})
     assert (merged.values["round_codec"], merged.sources["round_codec"]) == ("int4", "inner_optimizer muon")
@@ -411,12 +429,16 @@ def test_closed_runs_scale_down_unless_the_founder_says_otherwise(tmp_path: Path
 
 
 def test_the_help_says_the_defaults_that_follow_from_other_settings() -> None:
-    dependent = (("with muon", MUON_DEFAULTS), ("in pairs", PAIR_DEFAULTS), ("in closed runs", CLOSED_DEFAULTS))
-    for when, defaults in dependent:
-        for name, value in defaults.items():
-            setting = SETTINGS[name]
-            text = f"{setting.default}, {when} {value}" if value != setting.default else str(value)
-            assert setting.default_text == text
+    dependent = {
+        "with muon": MUON_DEFAULTS, "in pairs": PAIR_DEFAULTS, "with topk": TOPK_DEFAULTS,
+        "in closed runs": CLOSED_DEFAULTS,
+    }  # fmt: skip
+    for name in {name for defaults in dependent.values() for name in defaults}:
+        setting = SETTINGS[name]
+        others = [
+            f", {when} {of[name]}" for when, of in dependent.items() if of.get(name, setting.default) != setting.default
+        ]
+        assert setting.default_text == "".join([str(setting.default), *others])
 
 
 def test_settings_that_do_not_go_together_are_called_as_the_user_gave_them(tmp_path: Path) -> None:

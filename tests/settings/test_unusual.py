@@ -26,6 +26,14 @@ def test_no_model_and_no_preset_is_unusual_by_its_defaults() -> None:
             {"steps": "20000", "sync_every": "8000"},
             "20,000 steps with H = 8,000 make 2.5 rounds: give --sync-every 2000 or less, or more --steps",
         ),
+        (
+            {"round_codec": "topk", "sync_every": "401"},
+            "topk needs 50 rounds: give --sync-every 400 or less, or --round-codec int2",
+        ),
+        (
+            {"round_codec": "topk", "inner_optimizer": "muon"},
+            "with Muon inside, topk learns less than int4 and int2: give --round-codec int4",
+        ),
         ({"lr": "0.2"}, "the learning rate 0.2 is above 0.1, too high for AdamW: give --lr 0.0006 or less"),
     ],
 )
@@ -38,3 +46,6 @@ def test_a_run_without_end_has_rounds_enough() -> None:
     # At the limits.
     allowed = {"steps": "2801", "warmup_steps": "700", "sync_every": "933", "lr": "0.1"}
     assert list(unusual(merge(allowed, {}).resolve_run(None))) == []
+    assert (
+        list(unusual(merge({"steps": "5000", "sync_every": "100", "round_codec": "topk"}, {}).resolve_run(None))) == []
+    )

@@ -68,7 +68,7 @@ def test_a_setting_of_rounds_changes_what_is_learnt_and_all_agree(plain: Records
         ({"round_codec": "fp16"}, 1.9),
         ({"round_codec": "int4"}, 0.55),
         ({"round_codec": "int2"}, 0.39),
-        ({"round_codec": "topk", "round_density": 0.03, "outer_optimizer": "sgd", "outer_lr": 1.0}, 0.17),
+        ({"round_codec": "topk", "round_density": 0.03}, 0.082),
         ({"prune_fraction": 0.5}, 0.85),
     ],
     ids=str,
@@ -80,9 +80,9 @@ def test_a_codec_sends_as_many_bytes_as_it_says(plain: Records, settings: dict[s
 
 
 def test_what_top_k_does_not_send_is_sent_later() -> None:
-    """With the error buffer, rounds that send 2 % still bring peers to one model that learns as well."""
-    settings = {"steps": 60, "sync_every": 10, "outer_optimizer": "sgd", "outer_lr": 1.0}
-    whole, sparse = run(**settings), run(round_codec="topk", round_density=0.02, **settings)
+    """With the error buffer, rounds that send 1.6 % still bring peers to one model that learns nearly as well."""
+    settings = {"steps": 120, "sync_every": 10, "outer_optimizer": "sgd", "outer_lr": 1.0}
+    whole, sparse = run(**settings), run(round_codec="topk", **settings)
     assert sparse.final_loss < whole.final_loss + 0.35
     # Every round resets the weights to the anchor, so peers stay close although little is sent.
     assert sparse.correlations()[-1][1] > 0.99

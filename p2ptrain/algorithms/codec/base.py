@@ -15,7 +15,7 @@ from p2ptrain.errors import WireError
 Blocks = npt.NDArray[np.float32]
 Encoded = bytes | memoryview
 
-# 65536 values: their positions fit 16 bits, and as float32 (256 KiB) they stay in a core's second-level cache.
+# 65536 values: as float32 (256 KiB) they stay in a core's second-level cache.
 CHUNK_BLOCKS = 1024
 FLOAT_MAX = float(np.finfo(np.float32).max)
 # Decay per round of values that were not sent (SparseLoCo: error feedback with a moving average). The ternary codec was
@@ -27,7 +27,7 @@ ERROR_DECAY = 0.95
 class Codec:
     """One way to code blocks.
 
-    Blocks are coded on their own, except by "topk", which codes each run of `CHUNK_BLOCKS` on its own.
+    Blocks are coded on their own, except by "topk", which codes each group of 64 blocks on its own.
 
     Attributes:
         name: as in `RunConfig.round_codec`.

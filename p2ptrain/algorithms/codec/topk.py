@@ -1,90 +1,126 @@
-"""Top-k: only the largest values of each chunk, with their positions.
+"""topk: of each group of 4096 values only the largest, as a position and one of four levels: 14 bits for each.
 
-As in SparseLoCo (Sarfi et al., 2025), which keeps 1 to 3 % of each chunk. There the sender remembers what was left out
-and sends it later (error feedback): `error_decay`; the buffer is `rounds/moving/snapshot.py`'s.
+As in SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706). The levels are the means of four bins, 1.5 standard deviations
+of the kept values wide, around their mean: about a small and a large one of either sign. SparseLoCo's groups end with
+their tensor, whose groups share four levels; ours have their own, which was as good (docs/evidence/late.md).
+What was left out is sent later (error feedback): `error_decay`; the buffer is `rounds/moving/snapshot.py`'s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, ERROR_DECAY, Blocks, Codec, chunks
-from p2ptrain.algorithms.codec.scaled import EIGHT_BITS, INF_BITS, SCALE_BYTES
+from p2ptrain.algorithms.codec.base import ERROR_DECAY, Blocks, Codec
+from p2ptrain.algorithms.codec.scaled import INF_BITS, SCALE_MIN, scale_values
 from p2ptrain.errors import ConfigError, WireError
 
-# The middle of the range that works in SparseLoCo.
-DENSITY = 0.02
-_POSITION_BYTES = 2
+# SparseLoCo: 1 to 3 %. 64 of 4096 at H = 5 were better than 128 at H = 10, of the same bytes (docs/evidence/late.md).
+DENSITY = 1 / 64
+GROUP_BLOCKS = 64
+# A kept value is position · 4 + level; four of them fill seven bytes.
+_LEVELS, _QUAD_BYTES = 4, 7
+_BITS = np.arange(4, dtype=np.uint64) * np.uint64(14)
+_WIDTH = 6 / _LEVELS
+# The last finite bfloat16 pattern, and the sign of one.
+_LEVEL_MAX, _SIGN = 0x7F7F, 0x8000
 
 
 def topk(density: float) -> Codec:
-    """Return a codec that keeps round(density · values), at least one, of each chunk of up to 1024 blocks.
+    """Return a codec that keeps round(density · values), at least one, of each group of up to 64 blocks.
 
-    It takes 3 bytes per value kept and 2 for every 64 of them: 4 KB for a chunk of 65,536 values at 2 %. Raises
-    ConfigError if the density is not above 0 and at most 1.
+    A group takes 8 bytes and 7 for every four values kept. Raises ConfigError if the density is not above 0 and at most
+    1.
     """
     if not 0 < density <= 1:
         raise ConfigError(f"density = {density:g}: must be above 0 and at most 1")
 
+    def kept(num_blocks: int) -> int:
+        return max(1, round(density * num_blocks * BLOCK))
+
+    def group_bytes(num_blocks: int) -> int:
+        return 2 * _LEVELS + -(-kept(num_blocks) // 4) * _QUAD_BYTES if num_blocks else 0
+
     def size_bytes(num_blocks: int) -> int:
-        whole, rest = divmod(num_blocks, CHUNK_BLOCKS)
-        return whole * _chunk_bytes(CHUNK_BLOCKS, density) + _chunk_bytes(rest, density)
+        whole, rest = divmod(num_blocks, GROUP_BLOCKS)
+        return whole * group_bytes(GROUP_BLOCKS) + group_bytes(rest)
 
     def encode(blocks: Blocks) -> bytes:
-        return b"".join(_encode_chunk(blocks[chunk], density) for chunk in chunks(len(blocks)))
+        return b"".join(_encode(blocks[run].reshape(-1, size * BLOCK), kept(size)) for run, size in _runs(len(blocks)))
 
     def decode(data: memoryview, num_blocks: int) -> Blocks:
-        blocks = np.zeros((num_blocks, BLOCK), np.float32)
-        for chunk in chunks(num_blocks):
-            size = _chunk_bytes(chunk.stop - chunk.start, density)
-            _decode_chunk(data[:size], density, blocks[chunk])
-            data = data[size:]
+        blocks, start = np.zeros((num_blocks, BLOCK), np.float32), 0
+        for run, size in _runs(num_blocks):
+            groups = blocks[run].reshape(-1, size * BLOCK)
+            stop = start + len(groups) * group_bytes(size)
+            _decode(np.frombuffer(data[start:stop], np.uint8).reshape(len(groups), -1), kept(size), groups)
+            start = stop
         return blocks
 
     return Codec("topk", size_bytes, encode, decode, error_decay=ERROR_DECAY)
 
 
-def _kept(num_blocks: int, density: float) -> int:
-    return max(1, round(density * num_blocks * BLOCK)) if num_blocks else 0
+def _runs(num_blocks: int) -> Iterator[tuple[slice, int]]:
+    """Runs of groups of one size, with this size in blocks: the whole groups, and the shorter last one."""
+    whole = num_blocks // GROUP_BLOCKS * GROUP_BLOCKS
+    if whole:
+        yield slice(whole), GROUP_BLOCKS
+    if whole < num_blocks:
+        yield slice(whole, num_blocks), num_blocks - whole
 
 
-def _chunk_bytes(num_blocks: int, density: float) -> int:
-    kept = _kept(num_blocks, density)
-    return kept * (_POSITION_BYTES + 1) + -(-kept // BLOCK) * SCALE_BYTES
+def _encode(groups: Blocks, kept: int) -> bytes:
+    """Layout of each group: its levels (bfloat16), then its kept values in ascending order of position.
 
-
-def _encode_chunk(blocks: Blocks, density: float) -> bytes:
-    """Layout: k positions (uint16, little-endian, ascending), a scale for every 64 values kept, k int8 steps.
-
-    Of equal magnitudes the first are kept.
+    Both are little-endian. Of equal magnitudes the first are kept. Sums are those of `bincount`, which adds in order.
     """
-    values, kept = blocks.reshape(-1), _kept(len(blocks), density)
+    count, size = groups.shape
     # Non-negative floats sort as their bits do, with inf and nan last.
-    magnitudes = values.view(np.uint32) & np.uint32(0x7FFF_FFFF)
+    magnitudes = groups.view(np.uint32) & np.uint32(0x7FFF_FFFF)
     if magnitudes.max() >= INF_BITS:
         raise ValueError("a value is not finite")
-    smallest = np.partition(magnitudes, values.size - kept)[values.size - kept]
-    mask = magnitudes > smallest
-    ties = np.flatnonzero(magnitudes == smallest)
-    mask[ties[: kept - np.count_nonzero(mask)]] = True
-    positions = np.flatnonzero(mask)
-    groups = -(-kept // BLOCK)
-    compact = np.zeros(groups * BLOCK, np.float32)
-    compact[:kept] = values[positions]
-    scales, steps = np.empty(groups, "<u2"), np.empty((groups, BLOCK), np.int8)
-    EIGHT_BITS.quantise(compact.reshape(-1, BLOCK), scales, steps)
-    return positions.astype("<u2").tobytes() + scales.tobytes() + steps.reshape(-1)[:kept].tobytes()
+    smallest = np.partition(magnitudes, size - kept, axis=1)[:, size - kept, None]
+    mask = magnitudes >= smallest
+    if np.count_nonzero(mask) > count * kept:
+        ties = magnitudes == smallest
+        wanted = kept - np.count_nonzero(magnitudes > smallest, axis=1)
+        mask &= ~ties | (np.cumsum(ties, axis=1) <= wanted[:, None])
+    places = np.flatnonzero(mask)
+    rows, positions = places // size, places % size
+    values = groups.reshape(-1)[places].astype(np.float64)
+
+    deviations = values - (np.bincount(rows, values) / kept)[rows]
+    width = (_WIDTH * np.sqrt(np.bincount(rows, np.square(deviations)) / kept))[rows]
+    levels = (deviations >= -width).astype(np.int64) + (deviations >= 0) + (deviations >= width)
+    bins = _LEVELS * rows + levels
+    sums, sizes = np.bincount(bins, values, _LEVELS * count), np.bincount(bins, minlength=_LEVELS * count)
+    means = (sums / np.maximum(sizes, 1)).astype(np.float32)
+    # To the nearest bfloat16, which is never subnormal, so that a CPU that flushes subnormals decodes the same.
+    bits = np.clip((np.abs(means).view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16), SCALE_MIN, _LEVEL_MAX)
+    table = ((bits | (means < 0) * np.uint32(_SIGN)) * (means != 0)).astype("<u2").reshape(count, _LEVELS)
+
+    entries = np.zeros((count, -(-kept // 4) * 4), np.uint64)
+    entries[:, :kept] = (positions * _LEVELS + levels).reshape(count, kept)
+    quads = np.bitwise_or.reduce(entries.reshape(count, -1, 4) << _BITS, axis=2).astype("<u8")
+    packed = quads[..., None].view(np.uint8)[..., :_QUAD_BYTES].reshape(count, -1)
+    return np.hstack([table.view(np.uint8), packed]).tobytes()
 
 
-def _decode_chunk(data: memoryview, density: float, out: Blocks) -> None:
-    """Decode one chunk into `out`, (n, 64) zeros."""
-    kept = _kept(len(out), density)
-    groups = -(-kept // BLOCK)
-    positions = np.frombuffer(data, "<u2", kept)
-    if np.any(positions[1:] <= positions[:-1]) or positions[-1] >= out.size:
-        raise WireError("positions are not ascending within the chunk")
-    steps = np.zeros(groups * BLOCK, np.int8)
-    steps[:kept] = np.frombuffer(data, np.int8, kept, kept * _POSITION_BYTES + groups * SCALE_BYTES)
-    scales = np.frombuffer(data, "<u2", groups, kept * _POSITION_BYTES)
-    out.reshape(-1)[positions] = EIGHT_BITS.dequantise(scales, steps.reshape(-1, BLOCK)).reshape(-1)[:kept]
+def _decode(data: npt.NDArray[np.uint8], kept: int, groups: Blocks) -> None:
+    """Decode (n, bytes) into (n, values) `groups` of zeros."""
+    count, size = groups.shape
+    table = np.ascontiguousarray(data[:, : 2 * _LEVELS]).view("<u2")
+    magnitudes = table & np.uint16(_SIGN - 1)
+    if not np.all((table == 0) | ((magnitudes >= SCALE_MIN) & (magnitudes <= _LEVEL_MAX))):
+        raise WireError("a level is subnormal or not finite")
+    packed = data[:, 2 * _LEVELS :].reshape(count, -1, _QUAD_BYTES)
+    quads = np.zeros((*packed.shape[:2], 8), np.uint8)
+    quads[..., :_QUAD_BYTES] = packed
+    entries = ((quads.view("<u8") >> _BITS) & np.uint64(0x3FFF)).astype(np.int64).reshape(count, -1)
+    positions, rows = entries[:, :kept] // _LEVELS, np.arange(count)[:, None]
+    if np.any(positions[:, 1:] <= positions[:, :-1]) or np.any(positions[:, -1] >= size) or entries[:, kept:].any():
+        raise WireError("positions are not ascending within the group, or padding is not zero")
+    groups[rows, positions] = scale_values(table.ravel()).reshape(count, _LEVELS)[rows, entries[:, :kept] % _LEVELS]

@@ -20,7 +20,6 @@ from p2ptrain.protocol.rounds.deciding.grid import Grid, Grids, gradient_codec, 
 from p2ptrain.protocol.rounds.deciding.guard import MeanGuard
 from p2ptrain.protocol.rounds.deciding.policy import RecentContributors
 from p2ptrain.protocol.rounds.deciding.proof import Prover
-from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff, Timeouts
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.moving.part_store import PartStore
@@ -132,9 +131,9 @@ class RoundContext:
         self.grids = Grids.of(self.state.num_blocks, self.exchange.sections, self.codec)
         self.grid = self.grids.whole
         self.audited = is_audited(run, self.averaging)
-        largest_mean = mean_codec(run, MAX_CONTRIBUTORS)
-        model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in (self.codec, largest_mean))
-        self.pushed = PushedMeans(links, self.averaging, largest_mean.size_bytes)
+        of_mean = mean_codec(run)
+        model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in (self.codec, of_mean))
+        self.pushed = PushedMeans(links, self.averaging, of_mean.size_bytes)
         self.parts = PartStore(links, self.compute, self.averaging, self.pushed, SPARE_MODELS * model_bytes)
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
 

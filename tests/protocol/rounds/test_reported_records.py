@@ -31,7 +31,7 @@ def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
     driver = s.peers["x"].node.driver
     head, num_blocks = driver.head, driver.context.state.num_blocks
     contributors = tuple(Contributor(name, s.peers[name].node.incarnation, 1.0, bytes(32)) for name in named)
-    codec, zeros = mean_codec(PLAIN, len(named)), np.zeros((num_blocks, 64), np.float32)
+    codec, zeros = mean_codec(PLAIN), np.zeros((num_blocks, 64), np.float32)
     blob = b"".join(codec.encode(zeros[start:stop]) for start, stop in Grid(0, num_blocks).bounds(0, num_blocks))
     digest = part_digest(blob, contributors, (0, num_blocks))
     blobs[digest] = blob

@@ -201,7 +201,7 @@ class Parts:
         return [b"".join(means)]
 
     def merge(self, encoded: Sequence[tuple[Encoded, float]], num_blocks: int) -> bytes:
-        return mean_codec(self._run, len(encoded)).encode(self._merge(encoded, self._codec, num_blocks))
+        return mean_codec(self._run).encode(self._merge(encoded, self._codec, num_blocks))
 
     def num_blobs(self, contributors: Sequence[Contributor]) -> int:
         return 1
@@ -218,13 +218,13 @@ class Parts:
         grid.check_parts((part.start, part.stop) for part in record.parts)
 
     def size_bytes(self, record: Record, part: Part) -> int:
-        return mean_codec(self._run, len(record.contributors)).size_bytes(part.stop - part.start)
+        return mean_codec(self._run).size_bytes(part.stop - part.start)
 
     def spans(self, record: Record) -> list[tuple[int, int]]:
         return [(part.start, part.stop) for part in record.parts]
 
     def mean(self, record: Record, blobs: Blobs, start: int, stop: int) -> Encoding:
-        codec = mean_codec(self._run, len(record.contributors))
+        codec = mean_codec(self._run)
         part = record.parts[bisect.bisect_right(record.parts, start, key=lambda part: part.start) - 1]
         low, high = codec.size_bytes(start - part.start), codec.size_bytes(stop - part.start)
         return codec, memoryview(blobs(part.digest))[low:high]

@@ -26,12 +26,8 @@ from p2ptrain.settings.config import RunConfig
 LARGE_BLOCKS = 2**18
 # One of fp32 with its 1024 blocks has nearly as much, and passes the slowest links.
 MOST_CHUNK_BYTES = 264 * 1024
-# top-k takes three bytes per kept value, int8 one byte for every value.
-TOPK_PAYS_BELOW = 0.33
 # The mean has no error buffer: reducers change, and an audit makes the same bytes again. So it needs a finer codec.
-MEAN_OF = {"topk": "int8", "int2": "int4"}
-# Numbers of kept values are rounded in each chunk of 65536.
-ROUNDING = 2.0**-16
+MEAN_OF = {"topk": "int4", "int2": "int4"}
 
 
 @dataclass(frozen=True)
@@ -142,13 +138,6 @@ def gradient_codec(run: RunConfig) -> Codec:
     return codec(run.round_codec, prune_fraction=run.prune_fraction, density=run.round_density)
 
 
-def mean_codec(run: RunConfig, contributors: int) -> Codec:
-    """The codec of the mean of this many contributors.
-
-    The mean of k top-k gradients has up to k times as many values, and is sent as top-k while that is shorter. That of
-    int2 is sent as int4.
-    """
-    density = contributors * (run.round_density + ROUNDING)
-    if run.round_codec == "topk" and density < TOPK_PAYS_BELOW:
-        return codec("topk", density=density)
+def mean_codec(run: RunConfig) -> Codec:
+    """The codec of the mean, if it is encoded again."""
     return codec(MEAN_OF.get(run.round_codec, run.round_codec))

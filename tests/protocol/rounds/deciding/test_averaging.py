@@ -97,8 +97,8 @@ def whole_round(
     if all(conclusion.grams):  # empty if no peer has all outer gradients
         whole = np.sum(conclusion.grams, axis=0).reshape(3, 3)
         exact = factor**2 * np.array([[float((x * y).sum()) for y in vectors.values()] for x in vectors.values()])
-        # Of normal values, three levels have 0.814 of the squares.
-        rtol = 0.2 if run.round_codec == "int2" else 0.1
+        # Of normal values, three levels have 0.814 of the squares, and topk's of their larger half 0.866.
+        rtol = 0.2 if run.round_codec in ("int2", "topk") else 0.1
         np.testing.assert_allclose(whole, exact, rtol=rtol, atol=0.02 * exact.max())
     record = Record(
         "0-g", "0-g", 1, "", CONTRIBUTORS, conclusion.parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0
@@ -138,7 +138,7 @@ def test_every_strategy_gives_about_the_mean_with_every_codec(name: str, codec: 
     total = sum(WEIGHTS.values())
     mean = sum(np.float32(WEIGHTS[peer] / total) * values for peer, values in gradients().items())
     error = np.abs(decoded(run) - mean).max()
-    most = {"none": 1e-6, "fp16": 2e-3, "int8": 0.06, "int4": 0.9, "int2": 3.0, "topk": 0.7}
+    most = {"none": 1e-6, "fp16": 2e-3, "int8": 0.06, "int4": 0.9, "int2": 3.0, "topk": 2.0}
     assert error < most[codec]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +14,6 @@ import trio
 
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.deciding import consensus
-from p2ptrain.protocol.rounds.deciding.averaging import Parts
 from p2ptrain.protocol.rounds.moving.audit import KEEP_S, Audited, Audits, Draw, Verdict, draw_of
 from p2ptrain.protocol.wire.messages import Accuse, Contribution, Contributor, Part, Record, Request
 from tests.protocol.swarm import RUN, Swarm, TestPeer, common, run_virtual, start_all, swarm
@@ -59,7 +58,10 @@ def strikes(s: Swarm, by: str = "abc") -> dict[str, set[str]]:
 
 
 def reduce_falsely(peer: TestPeer, factor: float = 1.5) -> list[float]:
-    """Let a peer average its part falsely, by a factor that no other check sees; the list has one for each chunk."""
+    """Let a peer average its part falsely, by a factor that no other check sees; the list has one for each chunk.
+
+    Its own audits, which `reduce`, stay honest: it would drop links by accusing others.
+    """
     driver, lies = peer.node.driver, list[float]()
     honest = driver.context.averaging
     codec = driver.context.codec
@@ -67,9 +69,6 @@ def reduce_falsely(peer: TestPeer, factor: float = 1.5) -> list[float]:
     class Liar:
         def __getattr__(self, name: str) -> Any:
             return getattr(honest, name)
-
-        def reduce(self, *args: Any) -> Any:
-            return Parts.reduce(cast("Parts", self), *args)
 
         def merge(self, encoded: Any, num_blocks: int) -> bytes:
             lies.append(factor)

@@ -27,7 +27,7 @@ from tests.protocol.swarm import run_virtual
 
 RUN = RunConfig(audit_rate=0.0)
 BLOCKS = 1024
-MODEL_BYTES = mean_codec(RUN, 1).size_bytes(BLOCKS)
+MODEL_BYTES = mean_codec(RUN).size_bytes(BLOCKS)
 
 
 def blob(number: int) -> bytes:
@@ -69,7 +69,7 @@ async def inline(work: Any, *args: Any) -> Any:
 def store_of(holder: Holder, spare_bytes: int = 0) -> PartStore:
     links: Any = holder
     averaging = averaging_of(RUN)
-    pushed = PushedMeans(links, averaging, mean_codec(RUN, 1).size_bytes)
+    pushed = PushedMeans(links, averaging, mean_codec(RUN).size_bytes)
     return PartStore(links, inline, averaging, pushed, spare_bytes)
 
 

@@ -194,7 +194,7 @@ def test_a_mean_is_pushed_while_it_grows_until_it_is_given_up() -> None:
     async def main() -> None:
         link = Recorder()
         links: Any = SimpleNamespace(get=lambda peer_id: link if peer_id == "y" else None)
-        pushed = PushedMeans(links, averaging_of(RUN), mean_codec(RUN, 1).size_bytes)
+        pushed = PushedMeans(links, averaging_of(RUN), mean_codec(RUN).size_bytes)
         pushed.begin_attempt(ROSTER)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pushed.push_forever)

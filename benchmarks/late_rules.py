@@ -251,15 +251,15 @@ def fixed(lateness: float, lr: float, momentum: float) -> Outer:
 class Rule:
     """A landing rule: how it changes the snapshot, the mean, the outer step and the landing.
 
-    `parts`: of the flat vector, each with rounds of its own, in turn (Streaming DiLoCo, arXiv 2501.18512). Where the
-    link takes d steps for the whole, a part lands after d ÷ parts. Only for rules that look at each value alone.
+    `sections`: of the flat vector, each with rounds of its own, in turn (Streaming DiLoCo, arXiv 2501.18512). Where the
+    link takes d steps for the whole, a section lands after d ÷ sections. Only for rules that look at each value alone.
     """
 
     land: Callable[[Landing], Array] = add
     start: Callable[[Prediction], Array] | None = None
     gradient: Gradient = as_it_is
     outer: Callable[[float], Outer] = usual
-    parts: int = 1
+    sections: int = 1
 
 
 RULES = {
@@ -284,9 +284,9 @@ RULES = {
     "less momentum": Rule(outer=less_momentum),
     "less momentum, same rate": Rule(outer=less_momentum_same_rate),
     "plain mean": Rule(outer=plain),
-    "2 parts in turn": Rule(parts=2),
-    "5 parts in turn": Rule(parts=5),
-    "outer 1.0 / 0.6, 5 parts in turn": Rule(outer=functools.partial(fixed, lr=1.0, momentum=0.6), parts=5),
+    "2 sections in turn": Rule(sections=2),
+    "5 sections in turn": Rule(sections=5),
+    "outer 1.0 / 0.6, 5 sections in turn": Rule(outer=functools.partial(fixed, lr=1.0, momentum=0.6), sections=5),
     **{
         f"outer {lr} / {momentum}": Rule(outer=functools.partial(fixed, lr=lr, momentum=momentum))
         for lr, momentum in FIXED
@@ -294,5 +294,5 @@ RULES = {
 }
 # Those that are not `add` if the round is on time.
 ON_TIME = {"keep", "mix 0.25", "mix 0.5", "mix 0.75", "heloco", "cgad adam", "plain mean"}
-ON_TIME |= {name for name, rule in RULES.items() if rule.parts > 1}
+ON_TIME |= {name for name, rule in RULES.items() if rule.sections > 1}
 ON_TIME |= {name for name in RULES if name.startswith("outer ")}

@@ -227,11 +227,11 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
     anchor = peers[0].weights.copy()
     moments = [np.zeros_like(anchor) for _ in range(OUTER_OPTIMIZERS[optimizer].num_moments)]
     mean, sent_bytes, rounds = np.zeros_like(anchor), 0, 0
-    # Each part has rounds of its own, in turn. Its bytes are fewer, so it lands sooner.
-    bounds = [len(anchor) // BLOCK * number // rule.parts * BLOCK for number in range(rule.parts + 1)]
-    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    first_due = [cell.sync_every * number // rule.parts for number in range(rule.parts)]
-    delay, due = math.ceil(cell.delay / rule.parts), [-1] * rule.parts
+    # Each section has rounds of its own, in turn. Its bytes are fewer, so it lands sooner.
+    bounds = [len(anchor) // BLOCK * number // rule.sections * BLOCK for number in range(rule.sections + 1)]
+    sections = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    first_due = [cell.sync_every * number // rule.sections for number in range(rule.sections)]
+    delay, due = math.ceil(cell.delay / rule.sections), [-1] * rule.sections
 
     def step_from(gradient: Array) -> Array:
         """Where an outer step with this gradient would lead; changes nothing."""
@@ -243,32 +243,38 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
     for step in range(1, setup.steps + 1):
         for peer in peers:
             peer.train(step - 1)
-        for number, part in enumerate(parts):
+        for number, section in enumerate(sections):
             if step >= cell.sync_every and step % cell.sync_every == first_due[number] and step < setup.steps:
                 due[number] = step + delay
                 if not all(np.isfinite(peer.weights).all() for peer in peers):
                     return {"loss": None, "own_loss": None, "mb": None}
                 for peer in peers:
-                    sent_bytes += peer.contribute(anchor, code, error_decay, part)
+                    sent_bytes += peer.contribute(anchor, code, error_decay, section)
                     if rule.start is not None and rounds:
                         own = (peer.weights.copy(), peer.sent, peer.sent_before)
                         guess = Prediction(*own, moments[0], mean, len(peers), momentum, step_from)
                         peer.weights[:] = rule.start(guess)
-                    peer.begun[part] = peer.weights[part]
+                    peer.begun[section] = peer.weights[section]
             if step == due[number]:
-                sent = [peer.sent[part] for peer in peers]
-                mean[part] = topk_mean(sent) if is_topk else mean_of(sent, of_senders=is_sparse)
-                before, now = anchor[part].copy(), anchor[part]
-                gradient = rule.gradient(mean[part], [moment[part] for moment in moments], tensors, lateness)
+                sent = [peer.sent[section] for peer in peers]
+                mean[section] = topk_mean(sent) if is_topk else mean_of(sent, of_senders=is_sparse)
+                before, now = anchor[section].copy(), anchor[section]
+                gradient = rule.gradient(mean[section], [moment[section] for moment in moments], tensors, lateness)
                 outer_step(
-                    optimizer, now, [moment[part] for moment in moments], gradient, lr=lr, momentum=momentum,
-                    round_=rounds // rule.parts,
+                    optimizer, now, [moment[section] for moment in moments], gradient, lr=lr, momentum=momentum,
+                    round_=rounds // rule.sections,
                 )  # fmt: skip
                 rounds += 1
                 for peer in peers:
-                    peer.weights[part] = rule.land(
+                    peer.weights[section] = rule.land(
                         Landing(
-                            peer.weights[part], peer.begun[part], before, now, -peer.unsent[part], mean[part], tensors
+                            peer.weights[section],
+                            peer.begun[section],
+                            before,
+                            now,
+                            -peer.unsent[section],
+                            mean[section],
+                            tensors,
                         )
                     )
     held_out_loss = functools.partial(mean_loss, held_out=corpus.held_out, batch=EVAL_BATCH)

@@ -189,16 +189,16 @@ def test_rules_differ_only_if_rounds_are_late(corpus: Corpus, optimizer: str) ->
         assert loss(rule, 2) != pytest.approx(late_loss, abs=1e-6), rule
 
 
-def test_parts_in_turn_send_the_bytes_of_the_whole_and_are_all_averaged(corpus: Corpus) -> None:
+def test_sections_in_turn_send_the_bytes_of_the_whole_and_are_all_averaged(corpus: Corpus) -> None:
     setup = dataclasses.replace(TINY, steps=15)  # three rounds, of each part, too
-    whole, parts = (
+    whole, sections = (
         simulate(Cell("late", rule, 2, "adamw", 2, "iid", 0, sync_every=4), corpus, None, setup)
-        for rule in ("add", "2 parts in turn")
+        for rule in ("add", "2 sections in turn")
     )
-    assert parts["mb"] == pytest.approx(whole["mb"], rel=0.01)
-    assert parts["loss"] != whole["loss"]
+    assert sections["mb"] == pytest.approx(whole["mb"], rel=0.01)
+    assert sections["loss"] != whole["loss"]
     # Averages bring the peers as close together as those of the whole do.
-    assert abs(parts["own_loss"] - parts["loss"]) < 2 * abs(whole["own_loss"] - whole["loss"]) + 1e-3
+    assert abs(sections["own_loss"] - sections["loss"]) < 2 * abs(whole["own_loss"] - whole["loss"]) + 1e-3
 
 
 def test_the_page_has_the_results() -> None:

@@ -20,11 +20,12 @@ from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.pairwise import swap_bytes
 from p2ptrain.algorithms.topology import partners
+from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.formatting import count, duration, size
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.deciding.timeouts import SHARE_OF_INTERVAL, fewest_steps
+from p2ptrain.protocol.rounds.deciding.timeouts import allowed_share, fewest_steps
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Attempt, Join
 from p2ptrain.settings.config import RunConfig
@@ -238,24 +239,20 @@ def receivers(run: RunConfig, peers: int) -> int:
 
 def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
     """Yield what the user should change, and always the H that suits this link."""
-    sections = run.round_sections
-    tenth = "a tenth of its interval" if sections == 1 else f"a tenth of {sections} intervals"
-    steps, event = fewest_steps(found.round_s / sections, link.step_s), event_of(run)[0]
-    if found.share > SHARE_OF_INTERVAL * sections:
-        yield f"give --sync-every {steps} or more: {event} then takes at most {tenth}"
-        if may_have_sections(run):
-            yield (
-                f"or --round-sections {SECTIONS} --sync-every {run.sync_every // SECTIONS}: each round then averages a "
-                "part of the model, with as many bytes in all, and lands sooner, which costs less loss"
-            )
+    sections, event = run.round_sections, event_of(run)[0]
+    share = "a tenth" if sections == 1 else f"{100 * allowed_share(sections):.0f} %"
+    steps = fewest_steps(found.round_s, link.step_s, sections)
+    if found.share > allowed_share(sections):
+        yield f"give --sync-every {steps} or more: {event} then takes at most {share} of its interval"
+        yield from _sections_advice(run, params, link, found)
     else:
-        yield f"H = {run.sync_every} suits this link: {event} takes at most {tenth} from {steps} on"
+        yield f"H = {run.sync_every} suits this link: {event} takes at most {share} of its interval from {steps} on"
     for name, value in alternatives(run, link):
         other = estimate_run(dataclasses.replace(run, **{name: value}), params, link)
         if other.round_s < NOTABLY * found.round_s:
             yield (
                 f"with --{name.replace('_', '-')} {value} {event} takes {seconds(other.round_s)} instead of "
-                f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s / sections, link.step_s)} is "
+                f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s, sections)} is "
                 "enough"
             )
     is_too_large = found.fragment_bytes > MAX_PAYLOAD_BYTES
@@ -279,10 +276,20 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
         )
 
 
-def may_have_sections(run: RunConfig) -> bool:
-    """Whether the rounds of this run could average `SECTIONS` sections, one after the other."""
-    allows = not run.is_pairwise and run.inner_moments == "local" and run.outer_optimizer != "adam"
-    return allows and run.round_sections == 1 and run.sync_every >= SECTIONS
+def _sections_advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
+    """Yield that the rounds could average sections, if this is allowed and saves most of a round's time."""
+    if run.round_sections > 1 or run.sync_every < SECTIONS:
+        return
+    try:
+        cut = dataclasses.replace(run, round_sections=SECTIONS, sync_every=run.sync_every // SECTIONS)
+    except ConfigError:
+        return
+    other = estimate_run(cut, params, link)
+    if other.round_s < found.round_s / 2 and other.share < 1:
+        yield (
+            f"or --round-sections {SECTIONS} --sync-every {cut.sync_every}: each round averages one section of the "
+            f"model, and takes {seconds(other.round_s)} instead of {seconds(found.round_s)}"
+        )
 
 
 def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,8 @@ from p2ptrain.algorithms.row_shards import Held, RowShard, put, take
 from p2ptrain.errors import PeerLostError
 from p2ptrain.peer.process_group import ProcessGroup
 
+NO_TENSORS = slice(0, 0)
+
 
 class Command(IntEnum):
     """What the other ranks do next. `END`: `serve` returns."""
@@ -64,7 +66,7 @@ class ShardedView:
     def gather(self, plan: BlockPlan) -> torch.Tensor:
         """As `ParameterView.gather`."""
         gathered = torch.zeros(len(plan.blocks), BLOCK, dtype=torch.float32, device="cpu")
-        with self._command(Command.GATHER, plan):
+        with self._command(Command.GATHER, plan=plan):
             for rank, shard in enumerate(self._shards):
                 held = shard.held(plan.blocks)
                 if rank == 0:
@@ -77,7 +79,7 @@ class ShardedView:
 
     def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None:
         """As `ParameterView.scatter`."""
-        with self._command(Command.SCATTER, plan):
+        with self._command(Command.SCATTER, plan=plan):
             for rank, shard in enumerate(self._shards):
                 held = shard.held(plan.blocks)
                 if rank == 0:
@@ -93,7 +95,7 @@ class ShardedView:
     def read(self, out: torch.Tensor, tensors: slice | None = None) -> None:
         """As `ParameterView.read`, of these tensors alone."""
         tensors = tensors or slice(0, len(self._tensors))
-        with self._command(Command.READ, tensors):
+        with self._command(Command.READ, tensors=tensors):
             for tensor, parts, padding in self._places(out, tensors):
                 parts[0].copy_(tensor.view(-1))
                 for rank, part in enumerate(parts[1:], start=1):
@@ -143,7 +145,7 @@ class ShardedView:
                             _change(tensor, values, adds=command is Command.ADD)
 
     def _distribute(self, command: Command, flat: torch.Tensor, tensors: slice) -> None:
-        with self._command(command, tensors):
+        with self._command(command, tensors=tensors):
             for tensor, parts, _ in self._places(flat, tensors):
                 for rank, part in enumerate(parts[1:], start=1):
                     if len(part):
@@ -165,10 +167,11 @@ class ShardedView:
         return self._own.space.plan(held.numbers)
 
     @contextmanager
-    def _command(self, command: Command, of: BlockPlan | slice = slice(0, 0)) -> Iterator[None]:
+    def _command(
+        self, command: Command, *, plan: BlockPlan | None = None, tensors: slice = NO_TENSORS
+    ) -> Iterator[None]:
         """Tell the other ranks what to do with the blocks of a plan, or with these tensors."""
         assert self._ranks.rank == 0, "only rank 0 has an exchange"
-        plan, tensors = (None, of) if isinstance(of, slice) else (of, slice(0, 0))
         with self._lock:
             held = 0 if plan is None else len(plan.blocks)
             header = [command, held, tensors.start, tensors.stop]

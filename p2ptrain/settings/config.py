@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.presets import MODELS, PAIR_DEFAULTS, TOPK_DEFAULTS, closed_defaults, muon_defaults
+from p2ptrain.settings.presets import MODELS, closed_defaults, implied_defaults, muon_defaults
 from p2ptrain.settings.setting import (
     FROM_MODEL,
     POSITIVE,
@@ -140,10 +140,9 @@ class RunConfig:
         why="Both papers keep H fixed; SPARTA leaves schedules open.")
     round_sections: int = setting(1, number("a whole number, 1 to 64", lambda x: type(x) is int and 1 <= x <= 64),
         help="Sections of the model; each round averages one, in turn.",
-        why="On slow links. With H / 5 and 5 sections a round has a fifth of the bytes, and lands after a fifth of "
-        "the time. Where whole rounds take half of their interval, this costs 0.02 nats instead of 0.06, with Muon "
-        "inside 0.05 instead of 0.11 (simulated). Streaming DiLoCo's schedule. Sections are whole tensors. The last "
-        "round averages all.")
+        why="Whole rounds, as in DiLoCo. On a slow link give 5, and a fifth of H: a round has a fifth of the bytes and "
+        "lands sooner. Where whole rounds took half of their interval, they cost 0.06 nats and five sections 0.02 "
+        "(simulated; docs/evidence/late.md). Sections are whole tensors, and the last round averages all.")
     fragment_fraction: float = setting(0.005, FRACTION,
         metavar="P", help="Share of the weights sent at each step; 0 for none.",
         why="0.5 %: the larger of the SPARTA paper's two settings.")
@@ -181,12 +180,11 @@ class RunConfig:
         help="Encoding of outer gradients.",
         why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "
         "large models. With --inner-optimizer muon the default is int4, but int8 with pairs or pruning. topk is "
-        "SparseLoCo's: with AdamW and H = 10 it reached less loss than int4 with a tenth of the bytes (simulated, four "
-        "peers); with Muon int2 and int4 are better.")
+        "SparseLoCo's, for AdamW and 50 rounds or more (docs/evidence/late.md).")
     round_density: float = setting(0.02, number("above 0 and at most 1 (0.02 is 2 %)", lambda x: 0 < x <= 1),
         default_text="0.02, with topk 0.015625",
         help="Share of the values that codec topk sends.",
-        why="64 of each group of 4,096 values. SparseLoCo: 1 to 3 %. Without topk it means nothing.")
+        why="64 of each group of 4,096 values. SparseLoCo: 1 to 3 %.")
     prune_fraction: float = setting(0.0, number("at least 0 and below 1 (0.5 is 50 %)", lambda x: 0 <= x < 1),
         help="Share of each neuron's values to leave out (int8).",
         why="Off: pruning half of the values (DiLoCo, table 6) cost 1.3 % of perplexity (reproduced: d14).")
@@ -219,7 +217,7 @@ class RunConfig:
     max_missed_rounds: int = setting(1, count(0),
         help="Rounds in a row to miss before adopting the anchor.",
         why="After one missed round a peer goes on (the paper's rule, best with Nesterov); after two it has drifted "
-        "too far.")
+        "too far. With sections, so many rounds for each.")
     max_contributors: int = setting(64, number("a whole number, 2 to 64", lambda x: type(x) is int and 2 <= x <= 64),
         help="Most peers that contribute to a round; larger swarms draw them.",
         why="A mean of 64 gains little from more, and all of them link to each other. The others take the round over.")
@@ -284,8 +282,8 @@ class RunConfig:
         has_moments = self.inner_moments == "local" or self.inner_optimizer == "adamw"
         rule = "local with inner_optimizer = 'muon': only Adam's are averaged"
         self._check("inner_moments", has_moments, rule)
-        can_cut = self.round_sections == 1 or (self.inner_moments == "local" and self.outer_optimizer != "adam")
-        self._check("round_sections", can_cut, "1 with inner_moments = 'averaged' or outer_optimizer = 'adam'")
+        allows = self.round_sections == 1 or (self.inner_moments == "local" and self.outer_optimizer != "adam")
+        self._check("round_sections", allows, "1 with inner_moments = 'averaged' or outer_optimizer = 'adam'")
         # Delayed fragments are kept in memory: those of 1 / p steps are a whole model.
         share = self.fragment_fraction
         fits = self.fragment_delay * share <= 1 + 1e-9
@@ -400,8 +398,7 @@ def resolve_run(
         ConfigError: an explicit setting is invalid.
     """
     if adopted is None:
-        defaults: Mapping[str, Any] = PAIR_DEFAULTS if explicit.get("averaging") == "pairwise" else {}
-        defaults = TOPK_DEFAULTS if explicit.get("round_codec") == "topk" else defaults
+        defaults = {name: value for _, implied in implied_defaults(explicit) for name, value in implied.items()}
         closed = closed_defaults({**defaults, **explicit}) if is_closed else {}
         return RunConfig.from_dict({**defaults, **muon_defaults(explicit), **closed, **explicit})
     for name, ours in RunConfig.checked(explicit).items():

@@ -7,7 +7,7 @@ GPT-2 124M in all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 # Built-in models and their parameters; shapes and sources are in `training/models/registry.py`.
 MODELS = {
@@ -70,6 +70,18 @@ PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
         **PAIR_DEFAULTS,
     },
 }
+
+
+def implied_defaults(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, str | float]]]:
+    """Yield what implies defaults in these settings, and the defaults. They come before those of a preset.
+
+    Args:
+        values: settings of a run, by name.
+    """
+    if values.get("averaging") == "pairwise":
+        yield "averaging pairwise", PAIR_DEFAULTS
+    if values.get("round_codec") == "topk":
+        yield "round_codec topk", TOPK_DEFAULTS
 
 
 def muon_defaults(values: Mapping[str, object]) -> Mapping[str, str]:

@@ -21,7 +21,7 @@ from p2ptrain.settings.files import read_text
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
 from p2ptrain.settings.model_defaults import OF_RUN, model_defaults
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
-from p2ptrain.settings.presets import PAIR_DEFAULTS, PRESETS, TOPK_DEFAULTS, closed_defaults, muon_defaults
+from p2ptrain.settings.presets import PRESETS, closed_defaults, implied_defaults, muon_defaults
 from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 from p2ptrain.settings.ticket import Ticket, ticket_text
@@ -190,10 +190,8 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
         values[name], sources[name] = setting.parse(given, source), source
     explicit = {name for name, source in sources.items() if source != DEFAULT}
     # Defaults of pairs and of topk come before a preset's, whose outer optimizer may be meant for other rounds.
-    if values["averaging"] == "pairwise":
-        _imply(values, sources, "averaging pairwise", PAIR_DEFAULTS)
-    if values["round_codec"] == "topk":
-        _imply(values, sources, "round_codec topk", TOPK_DEFAULTS)
+    for source, defaults in list(implied_defaults(values)):
+        _imply(values, sources, source, defaults)
     if (preset := values[PRESET]) is not None:
         _imply(values, sources, f"{PRESET} {preset}", PRESETS[str(preset)])
     _imply(values, sources, "inner_optimizer muon", muon_defaults(values))

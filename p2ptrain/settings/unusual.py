@@ -11,7 +11,7 @@ from p2ptrain.settings.model_defaults import model_defaults
 LONG_WARMUP = 0.25
 # With fewer rounds, peers train alone for a third of the run or more.
 FEWEST_ROUNDS = 3
-# In 60 rounds topk was better than int2, in 24 worse (docs/evidence/late.md).
+# With 59 rounds topk was better than int2, with 23 worse (docs/evidence/late.md); 50 is a guess between them.
 FEWEST_TOPK_ROUNDS = 50
 # Usual rates of AdamW are from 0.00001 to 0.01; a larger one may be meant for SGD, or be a slip.
 HIGHEST_LR = 0.1
@@ -33,7 +33,10 @@ def unusual(run: RunConfig) -> Iterator[str]:
         yield "with Muon inside, topk learns less than int4 and int2: give --round-codec int4"
     elif run.round_codec == "topk" and steps and steps / sync_every < FEWEST_TOPK_ROUNDS:
         shorter = max(1, steps // FEWEST_TOPK_ROUNDS)
-        yield f"topk needs {FEWEST_TOPK_ROUNDS} rounds: give --sync-every {shorter} or less, or --round-codec int2"
+        yield (
+            f"topk is worse than int2 with fewer than about {FEWEST_TOPK_ROUNDS} rounds, and this run has "
+            f"{steps // sync_every}: give --sync-every {shorter} or less, or --round-codec int2"
+        )
     if run.lr > HIGHEST_LR:
         usual = model_defaults(run.model).lr
         yield f"the learning rate {run.lr:g} is above {HIGHEST_LR}, too high for AdamW: give --lr {usual:g} or less"

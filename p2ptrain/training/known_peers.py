@@ -61,7 +61,7 @@ def open_session(
     stopped, and one of them must start first. Without a checkpoint, only the user's initial peers are tried again.
     Raises UnreachableError if none of the user's initial peers answered, and there is no checkpoint.
     """
-    # Imports hivemind, which takes half a second; earlier errors need not wait for it.
+    # Imports hivemind, which is slow; earlier errors need not wait for it.
     from p2ptrain.peer.session import NetworkSession
 
     remembered = read_known_peers(out)

@@ -226,7 +226,7 @@ def join_ranks(
         assert enter is not None
         peer = enter(model)
         return peer, peer
-    from p2ptrain.peer.group_peer import GroupPeer  # imports hivemind, which takes half a second
+    from p2ptrain.peer.group_peer import GroupPeer  # imports hivemind, which is slow
 
     try:
         member = GroupPeer(model, ranks.group, enter, device=torch.device("cpu"))

@@ -190,7 +190,7 @@ def test_rules_differ_only_if_rounds_are_late(corpus: Corpus, optimizer: str) ->
 
 
 def test_sections_in_turn_send_the_bytes_of_the_whole_and_are_all_averaged(corpus: Corpus) -> None:
-    setup = dataclasses.replace(TINY, steps=15)  # three rounds, of each part, too
+    setup = dataclasses.replace(TINY, steps=15)  # three rounds, of each section, too
     whole, sections = (
         simulate(Cell("late", rule, 2, "adamw", 2, "iid", 0, sync_every=4), corpus, None, setup)
         for rule in ("add", "2 sections in turn")

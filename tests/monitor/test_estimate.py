@@ -162,7 +162,7 @@ def test_sections_share_the_bytes_and_an_interval_of_each_counts() -> None:
     all_at_once, in_turn = estimate_run(whole, GPT2, link), estimate_run(cut, GPT2, link)
     assert in_turn.round_up_bytes == pytest.approx(all_at_once.round_up_bytes / 5, rel=0.01)
     assert in_turn.share == pytest.approx(all_at_once.share, rel=0.05)
-    enough = fewest_steps(in_turn.round_s / 5, link.step_s)
+    enough = fewest_steps(in_turn.round_s, link.step_s, 5)
     for given, words in (
         (enough, f"H = {enough} suits this link"),
         (enough - 1, f"give --sync-every {enough} or more"),
@@ -187,13 +187,30 @@ def test_sections_share_the_bytes_and_an_interval_of_each_counts() -> None:
         ({"fragment_fraction": 0.02}, GPT2, Link(rate_mbit=20), "give --fragment-fraction 0.004 or less: gossip"),
         ({}, 390_700_000, Link(rate_mbit=2), "give --round-timeout-s 5700 or more: half of the 1800 s"),
         ({"averaging": "gather"}, GPT2, Link(rate_mbit=10, peers=64), "with --averaging parts a round takes 4 min"),
-        ({"sync_every": 100}, GPT2, Link(rate_mbit=20), "or --round-sections 5 --sync-every 20: each round then"),
+        ({"sync_every": 200}, GPT2, Link(rate_mbit=20), "or --round-sections 5 --sync-every 40: each round"),
     ],
 )
 def test_advice(changes: dict[str, object], params: int, link: Link, words: str) -> None:
     run = RunConfig.from_dict({**RUN.to_dict(), **changes})
     given = list(advice(run, params, link, estimate_run(run, params, link)))
     assert any(text.startswith(words) for text in given), given
+
+
+@pytest.mark.parametrize(
+    ("changes", "params", "link"),
+    [
+        # Round trips take most of a round, or a section's round takes more than its interval.
+        ({"sync_every": 20}, 100_000, Link(rate_mbit=1000, rtt_ms=300)),
+        ({"sync_every": 5}, GPT2, Link(rate_mbit=20)),
+        ({"sync_every": 100, "outer_optimizer": "adam"}, GPT2, Link(rate_mbit=20)),
+        ({"sync_every": 3, "round_sections": 20}, GPT2, Link(rate_mbit=20)),
+    ],
+)
+def test_sections_are_not_advised_where_they_do_not_help(changes: dict[str, object], params: int, link: Link) -> None:
+    run = RunConfig.from_dict({**RUN.to_dict(), **changes})
+    given = list(advice(run, params, link, estimate_run(run, params, link)))
+    assert given[0].startswith("give --sync-every")
+    assert "--round-sections" not in " ".join(given)
 
 
 @pytest.mark.parametrize("params", [GPT2, 7 * 10**9])

@@ -114,6 +114,6 @@ def test_an_arms_directory_is_below_the_one_that_it_is_put_in() -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), [("simulate", 2), ("sections", 3)])
-def test_the_examples_are_some(name: str, count: int) -> None:
+def test_the_examples_can_be_read(name: str, count: int) -> None:
     _, arms = read_experiments(Path(__file__).parents[2] / "examples" / f"{name}.toml")
     assert len(arms) == count

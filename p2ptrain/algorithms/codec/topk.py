@@ -1,8 +1,9 @@
-"""topk: of each group of 4096 values only the largest, as a position and one of four levels: 14 bits for each.
+"""topk: the largest values of each group of 4096, in 14 bits each: 12 for the position, 2 for one of four levels.
 
 As in SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706). The levels are the means of four bins, 1.5 standard deviations
-of the kept values wide, around their mean: about a small and a large one of either sign. SparseLoCo's groups end with
-their tensor, whose groups share four levels; ours have their own, which was as good (docs/evidence/late.md).
+of the kept values wide, around their mean: about a small and a large one of either sign. In SparseLoCo groups do not
+cross tensors, and all groups of a tensor share four levels. Here each group has its own, which was as good with AdamW,
+and 0.05 nats worse with Muon (docs/evidence/late.md).
 What was left out is sent later (error feedback): `error_decay`; the buffer is `rounds/moving/snapshot.py`'s.
 """
 
@@ -24,7 +25,8 @@ GROUP_BLOCKS = 64
 # A kept value is position · 4 + level; four of them fill seven bytes.
 _LEVELS, _QUAD_BYTES = 4, 7
 _BITS = np.arange(4, dtype=np.uint64) * np.uint64(14)
-_WIDTH = 6 / _LEVELS
+# Width of a bin in standard deviations: SparseLoCo has four bins in a range of six.
+_BIN_STDS = 1.5
 # The last finite bfloat16 pattern, and the sign of one.
 _LEVEL_MAX, _SIGN = 0x7F7F, 0x8000
 
@@ -49,12 +51,13 @@ def topk(density: float) -> Codec:
         return whole * group_bytes(GROUP_BLOCKS) + group_bytes(rest)
 
     def encode(blocks: Blocks) -> bytes:
-        return b"".join(_encode(blocks[run].reshape(-1, size * BLOCK), kept(size)) for run, size in _runs(len(blocks)))
+        equal = _equal_groups(len(blocks))
+        return b"".join(_encode(blocks[span].reshape(-1, size * BLOCK), kept(size)) for span, size in equal)
 
     def decode(data: memoryview, num_blocks: int) -> Blocks:
         blocks, start = np.zeros((num_blocks, BLOCK), np.float32), 0
-        for run, size in _runs(num_blocks):
-            groups = blocks[run].reshape(-1, size * BLOCK)
+        for span, size in _equal_groups(num_blocks):
+            groups = blocks[span].reshape(-1, size * BLOCK)
             stop = start + len(groups) * group_bytes(size)
             _decode(np.frombuffer(data[start:stop], np.uint8).reshape(len(groups), -1), kept(size), groups)
             start = stop
@@ -63,8 +66,8 @@ def topk(density: float) -> Codec:
     return Codec("topk", size_bytes, encode, decode, error_decay=ERROR_DECAY)
 
 
-def _runs(num_blocks: int) -> Iterator[tuple[slice, int]]:
-    """Runs of groups of one size, with this size in blocks: the whole groups, and the shorter last one."""
+def _equal_groups(num_blocks: int) -> Iterator[tuple[slice, int]]:
+    """The blocks of groups of one size, with this size: those of the whole groups, and of the shorter last one."""
     whole = num_blocks // GROUP_BLOCKS * GROUP_BLOCKS
     if whole:
         yield slice(whole), GROUP_BLOCKS
@@ -93,7 +96,7 @@ def _encode(groups: Blocks, kept: int) -> bytes:
     values = groups.reshape(-1)[places].astype(np.float64)
 
     deviations = values - (np.bincount(rows, values) / kept)[rows]
-    width = (_WIDTH * np.sqrt(np.bincount(rows, np.square(deviations)) / kept))[rows]
+    width = (_BIN_STDS * np.sqrt(np.bincount(rows, np.square(deviations)) / kept))[rows]
     levels = (deviations >= -width).astype(np.int64) + (deviations >= 0) + (deviations >= width)
     bins = _LEVELS * rows + levels
     sums, sizes = np.bincount(bins, values, _LEVELS * count), np.bincount(bins, minlength=_LEVELS * count)

@@ -56,7 +56,7 @@ def _observe(settings: Settings, state: PageState, *, is_first: bool) -> None:
 
     `is_first`: no attempt has failed yet, so log what this one waits for.
     """
-    from p2ptrain.peer.session import OPEN_TIMEOUT_S, NetworkSession  # imports hivemind, which takes half a second
+    from p2ptrain.peer.session import OPEN_TIMEOUT_S, NetworkSession  # imports hivemind, which is slow
 
     with ExitStack() as stack:
         with saying_what_for("connecting to the initial peers", OPEN_TIMEOUT_S) if is_first else nullcontext():

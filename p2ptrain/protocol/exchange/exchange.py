@@ -104,7 +104,8 @@ class Exchange:
         self._flat = transfers.flat if averaged is None else FlatAtOnce(averaged)
         sections = self.space.sections(run.round_sections) if run.round_sections > 1 else ()
         if 0 < len(sections) < run.round_sections:
-            logger.warning("the model has %d tensors, so rounds average one of %d sections", *[len(sections)] * 2)
+            message = "round_sections is %d, but only %d tensors have values: each is a section"
+            logger.warning(message, run.round_sections, len(sections))
         self._flats = [transfers.section(tensors) for tensors in sections]
         starts = self.space.tensor_starts.tolist()
         self.sections = [(starts[tensors.start], starts[tensors.stop]) for tensors in sections]

@@ -138,9 +138,9 @@ class RoundContext:
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
 
     def set_grid(self, head: Head) -> None:
-        """Average what the round after this head does."""
+        """The next round is the one after this head."""
         self.grid = self.grids.of_round(self.run, head)
-        self.timeouts.begin(self.grid.num_blocks / self.grids.whole.num_blocks)
+        self.timeouts.expect(self.grid.num_blocks / self.grids.whole.num_blocks)
 
     def start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
         """Start a task in the driver's nursery. Does nothing once that has ended: links may still deliver messages."""

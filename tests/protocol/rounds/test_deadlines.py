@@ -331,7 +331,8 @@ class Host:
         self._state = State("a", "a.1", self.head, Limits(10.0, 10.0, 1000.0))
         self._context: Any = SimpleNamespace(
             run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
-            state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
+            state=SimpleNamespace(num_blocks=64 * 1024), grid=Grid(0, 64 * 1024), links=SimpleNamespace(strikes={}),
+            peer_id="a",
             liveness=SimpleNamespace(own=("a", "a.1"), round_trip_s=lambda: 0.0), audited=True, avoided=PeerBackoff(),
         )  # fmt: skip
 
@@ -405,7 +406,8 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
         async with trio.open_nursery() as nursery:
             context: Any = SimpleNamespace(
                 run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
-                state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
+                state=SimpleNamespace(num_blocks=64 * 1024), grid=Grid(0, 64 * 1024), links=SimpleNamespace(strikes={}),
+            peer_id="a",
                 liveness=SimpleNamespace(own=("a", "a.1"), round_trip_s=lambda: 0.0), audited=True,
                 avoided=PeerBackoff(),
             )  # fmt: skip

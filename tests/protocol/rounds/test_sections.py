@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import trio
 
+from p2ptrain.protocol.exchange.types import Epoch, Snapshot
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 from p2ptrain.protocol.wire.messages import Record
-from tests.protocol.swarm import RUN, Swarm, TestPeer, Witness, common, run_virtual, start_all, swarm
+from tests.protocol.swarm import RUN, Swarm, Witness, common, run_virtual, start_all, swarm
 
 # Blocks: 40, 2 and 2100. The second section does not start on the chunks of the whole model, nor of its state.
 SECTIONS = dataclasses.replace(RUN, round_sections=2, sync_every=10)
 CUT = 42
+SNAPSHOT = Snapshot(Epoch(), torch.empty(0, 64), 0, 0, 0, False, 0.0)
 
 
 def averaged(record: Record) -> tuple[int, int]:
@@ -99,7 +103,7 @@ def test_a_joiner_gets_the_state_of_all_sections_and_takes_part() -> None:
         async with swarm(SECTIONS) as s:
             start_all(s, "abc")
             await s.until(lambda: common(s, 3, 3))
-            joiner: TestPeer = s.start("d")
+            joiner = s.start("d")
             await s.until(lambda: sum(r["group_size"] == 4 for r in joiner.rounds("committed")) >= 3)
 
     run_virtual(main)
@@ -109,14 +113,23 @@ def test_the_error_of_a_coarse_codec_is_kept_for_each_section() -> None:
     """What a section has not sent is sent with its own next round, whatever the others did meanwhile."""
 
     async def main() -> None:
-        async with swarm(dataclasses.replace(SECTIONS, round_codec="topk", fragment_fraction=0.0)) as s:
+        async with swarm(dataclasses.replace(SECTIONS, round_codec="int2", fragment_fraction=0.0)) as s:
             start_all(s, "ab")
-            await s.until(lambda: common(s, 4, 2))
-            errors = s.peers["a"].node.driver._taker._errors
-            assert [(grid.first, grid.end, error.shape) for grid, error in errors.items()] == [
-                (0, CUT, (CUT, 64)), (CUT, 2142, (2100, 64)),
-            ]  # fmt: skip
-            assert all(error.any() for error in errors.values())
+            await s.until(lambda: common(s, 2, 2))
+            taker, context = s.peers["a"].node.driver._taker, s.peers["a"].node.driver.context
+            kept = dict(enumerate(taker._errors.values()))
+            assert [error.shape for error in kept.values()] == [(CUT, 64), (2142 - CUT, 64)]
+            for number in (0, 1, 0):
+                grid = context.grids.sections[number]
+                taker.own = own = OwnContribution(SNAPSHOT, grid, error=taker._error_of(grid))
+                assert own.error is not None
+                assert np.array_equal(own.error, kept[number])
+                own.next_error = kept[number] = np.full_like(own.error, 10.0 * number + grid.num_blocks)
+                taker.note_included()
+            whole = taker._error_of(context.grids.whole)
+            assert whole is not None
+            assert np.array_equal(whole, np.concatenate([kept[0], kept[1]]))
+            s.kill("a")
 
     run_virtual(main)
 

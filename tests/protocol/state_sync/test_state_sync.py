@@ -26,7 +26,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.directory import bucket_of, encode_record, member_key
 from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
-from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.deciding.grid import Grid, Grids, gradient_codec
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
 from p2ptrain.protocol.rounds.deciding.record import part_digest
 from p2ptrain.protocol.rounds.landing.outer_step import Progress, step_chunk
@@ -194,7 +194,12 @@ async def head_from(joiner: Endpoint, link: Link) -> Head:
 
 def download_into(state: AnchorState, joiner: Endpoint) -> Download:
     context: Any = SimpleNamespace(
-        run=RUN, links=joiner.links, compute=inline, parts=parts_of(joiner), averaging=averaging_of(RUN)
+        run=RUN,
+        links=joiner.links,
+        compute=inline,
+        parts=parts_of(joiner),
+        averaging=averaging_of(RUN),
+        grids=Grids.of(state.num_blocks, [], gradient_codec(RUN)),
     )
     return Download(context, state)
 

@@ -7,7 +7,7 @@ chunk costs many calls in Python: a round of 100M parameters took 20 to 36 % les
 
 With `round_sections` a round averages one section of the vector, and the next round the next one (Streaming DiLoCo:
 Douillard et al., 2025). A section has fewer bytes, so it lands sooner, and what lands late costs loss
-(docs/evidence/late.md). The run's last round averages all, as all peers end with the same weights.
+(docs/evidence/late.md). The run's last round averages all, so that all peers end with the same weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Grid:
 
     def numbers(self, start: int, stop: int) -> tuple[int, int]:
         """The numbers [first, end) of the chunks of blocks [start, stop)."""
-        return (start - self.first) // self.chunk_blocks, -((self.first - stop) // self.chunk_blocks)
+        return (start - self.first) // self.chunk_blocks, -(-(stop - self.first) // self.chunk_blocks)
 
     def bounds(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The chunks of blocks [start, stop); start lies on the grid."""
@@ -99,7 +99,7 @@ class Grid:
 
     def check_leaves(self, leaves: Sequence[bytes], start: int, proof: Sequence[bytes], root: bytes) -> None:
         """Raises WireError unless the proof leads from these leaf hashes, of chunks from `start` on, to the root."""
-        if root_of(leaves, self.numbers(start, start)[0], self.num_chunks, proof) != root:
+        if root_of(leaves, (start - self.first) // self.chunk_blocks, self.num_chunks, proof) != root:
             raise WireError("its chunks are not those that it committed to")
 
 
@@ -122,14 +122,17 @@ class Grids:
         return self.whole if averages_all(run, head) else self.sections[(head.round + 1) % len(self.sections)]
 
     def of_record(self, record: Record) -> Grid:
-        """The grid of a record, whose parts may not cover it."""
+        """The grid that a record claims. Its parts are checked by `check_record`."""
         section = self.sections[record.round % len(self.sections)]
         covers_all = bool(record.parts) and (record.parts[0].start, record.parts[-1].stop) == (0, self.whole.end)
         return self.whole if covers_all else section
 
 
 def averages_all(run: RunConfig, head: Head) -> bool:
-    """Whether the round after `head` averages the whole vector: without sections, or as it may be the run's last."""
+    """Whether the round after `head` averages the whole vector: without sections, or as it may be the run's last.
+
+    With a shrinking H there may be two such rounds.
+    """
     return run.round_sections == 1 or 0 < run.total_steps <= head.run_step + run.sync_every
 
 

@@ -152,11 +152,12 @@ class MeanGuard:
 
     def limit(self, first: int, end: int) -> float:
         """The largest norm of blocks [first, end) that is not refused."""
-        within = {blocks: past for blocks, past in self._norms.items() if first <= blocks[0] and blocks[1] <= end}
-        known = sum(stop - start for (start, stop), past in within.items() if len(past) >= LEAST_ROUNDS)
-        if known < end - first:
+        known = {blocks: statistics.median(past) for blocks, past in self._norms.items() if len(past) >= LEAST_ROUNDS}
+        within = {(start, stop): norm for (start, stop), norm in known.items() if first <= start and stop <= end}
+        own = within.pop((first, end), None)
+        if own is None and sum(stop - start for start, stop in within) < end - first:
             return math.inf
-        usual = math.hypot(*(statistics.median(past) for past in within.values()))
+        usual = math.hypot(*within.values()) if own is None else own
         # After rounds without any change there is no limit.
         return MOST_MEANS * usual * 2.0 ** len(self._refused) or math.inf
 

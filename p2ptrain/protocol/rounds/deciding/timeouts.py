@@ -39,6 +39,9 @@ LEADER_GRACE_S, LAST_WORD_S = 10.0, 30.0
 SILENT_LEADER_S, SILENT_REDUCER_S, MAX_SILENT_S = 5.0, 600.0, 3600.0
 # What we advise: H is at least ten times what a round takes (guess; a fifth cost 0.04 nats).
 SHARE_OF_INTERVAL = 0.1
+# With sections that is a tenth of the time between two rounds of one section, but above half of its interval a round
+# leaves no room for a slow one (guess).
+MOST_SHARE = 0.5
 # The median of so many rounds counts: one that was slow says nothing about H.
 WATCHED_ROUNDS = 3
 # H cannot change in a run, so that more often would not help.
@@ -56,8 +59,8 @@ class Timeouts:
         self._rounds_s: deque[float] = deque(maxlen=ROUNDS)
         self._share = 1.0
 
-    def begin(self, share: float) -> None:
-        """The next round averages this share of the vector. The run's last one may be many times a section."""
+    def expect(self, share: float) -> None:
+        """The next round averages this share of the vector: what was measured is scaled by it."""
         self._share = share
 
     def note_wait(self, sender: PeerId, waited_s: float) -> None:
@@ -121,9 +124,14 @@ class PeerBackoff:
         return {peer_id for peer_id, (until_s, _) in self._until.items() if now < until_s}
 
 
-def fewest_steps(round_s: float, step_s: float) -> int:
-    """The least H with which a round takes at most a tenth of its interval."""
-    return math.ceil(round_s / SHARE_OF_INTERVAL / step_s - 1e-9)
+def allowed_share(sections: int) -> float:
+    """The share of its interval that a round may take where each averages one of so many sections."""
+    return min(MOST_SHARE, SHARE_OF_INTERVAL * sections)
+
+
+def fewest_steps(round_s: float, step_s: float, sections: int = 1) -> int:
+    """The least H with which a round takes at most its `allowed_share`."""
+    return math.ceil(round_s / allowed_share(sections) / step_s - 1e-9)
 
 
 class IntervalWatch:
@@ -131,7 +139,7 @@ class IntervalWatch:
 
     Args:
         sync_every: the run's H.
-        sections: of which each round averages one: so many intervals lie between two rounds of one section.
+        sections: of which each round averages one.
     """
 
     def __init__(self, sync_every: int, sections: int) -> None:
@@ -150,7 +158,7 @@ class IntervalWatch:
         """
         self._rounds_s.append(round_s)
         usual_s, interval_s = statistics.median(self._rounds_s), own_sync_every * step_s
-        is_long_enough = usual_s <= SHARE_OF_INTERVAL * interval_s * self._sections
+        is_long_enough = usual_s <= allowed_share(self._sections) * interval_s
         if (
             is_long_enough
             or not interval_s
@@ -159,7 +167,7 @@ class IntervalWatch:
         ):
             return ""
         self._told_s = now
-        enough = fewest_steps(usual_s / self._sections, interval_s / self._sync_every)
+        enough = fewest_steps(usual_s, interval_s / self._sync_every, self._sections)
         return (
             f"a round takes {usual_s:.2g} s, {100 * usual_s / interval_s:.0f} % of an interval of {own_sync_every} "
             f"steps of {step_s:.2g} s, and its result lands late, which costs loss. This run keeps its H = "

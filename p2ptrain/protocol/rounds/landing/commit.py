@@ -242,9 +242,9 @@ class Committer:
 
         A contributor takes the agreed change and keeps its quantisation error: θ += A′ − A + decode(own sent bytes). A
         peer that was left out continues from its own weights (DiLoCo, section 3.1, figure 8), and so does one whose
-        older outer gradient was averaged; left out more than `max_missed_rounds` times in a row, or so many times of
-        each section, it adopts the anchor and discards its own progress. So does every peer after the run's last round:
-        all end with the same weights.
+        older outer gradient was averaged; left out more than `max_missed_rounds` times in a row, times the number of
+        sections, it adopts the anchor and discards its own progress. So does every peer after the run's last round: all
+        end with the same weights.
         """
         context, run, taker, own = self._context, self._context.run, self._taker, self._taker.own
         finished = run.is_over_at(record.run_step)

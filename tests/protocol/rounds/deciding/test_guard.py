@@ -339,7 +339,12 @@ def test_each_section_has_a_history_and_the_whole_is_compared_with_all_of_them()
     for _ in range(3):
         guard.note(mean(1000, 1500, 4.0))
     assert guard.limit(1000, 1500) == pytest.approx(32.0)
-    assert guard.limit(0, 1500) == pytest.approx(40.0)
+    for _ in range(3):
+        assert guard.limit(0, 1500) == pytest.approx(40.0)
+        guard.note(mean(0, 1500, 6.0))
+    # Rounds of all sections have a history of their own then, and the sections theirs.
+    assert guard.limit(0, 1500) == pytest.approx(48.0)
+    assert guard.limit(1000, 1500) == pytest.approx(32.0)
 
 
 def test_a_mean_above_eight_times_the_median_of_the_last_rounds_is_refused() -> None:

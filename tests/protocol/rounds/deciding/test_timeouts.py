@@ -25,10 +25,10 @@ def told(watch: IntervalWatch, rounds_s: list[float], now: float = 0.0, own: int
 def test_a_round_of_the_whole_after_rounds_of_sections_may_take_as_many_times_longer() -> None:
     timeouts = Timeouts(peer_timeout_s=30.0, round_timeout_s=1800.0)
     for share, took_s in ((0.25, 50.0), (0.15, 30.0)):
-        timeouts.begin(share)
+        timeouts.expect(share)
         timeouts.note_round(took_s)
         assert timeouts.attempt_s() == pytest.approx(MARGIN * took_s)
-    timeouts.begin(1.0)
+    timeouts.expect(1.0)
     assert timeouts.attempt_s() == pytest.approx(MARGIN * 200.0)
 
 
@@ -43,6 +43,9 @@ def test_with_sections_an_interval_of_each_counts() -> None:
     """Five sections of 40 steps: each is averaged every 200 steps."""
     assert told(IntervalWatch(40, 5), [2.0] * 5, own=40) == []
     (text,) = told(IntervalWatch(40, 5), [2.5] * 5, own=40)
+    assert "give the next one --sync-every 50 or more" in text
+    # A round must fit into its interval, however many sections there are.
+    (text,) = told(IntervalWatch(40, 20), [2.5] * 5, own=40)
     assert "give the next one --sync-every 50 or more" in text
 
 

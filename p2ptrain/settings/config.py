@@ -217,7 +217,7 @@ class RunConfig:
     max_missed_rounds: int = setting(1, count(0),
         help="Rounds in a row to miss before adopting the anchor.",
         why="After one missed round a peer goes on (the paper's rule, best with Nesterov); after two it has drifted "
-        "too far. With sections, so many rounds for each.")
+        "too far. Each section is counted alone.")
     max_contributors: int = setting(64, number("a whole number, 2 to 64", lambda x: type(x) is int and 2 <= x <= 64),
         help="Most peers that contribute to a round; larger swarms draw them.",
         why="A mean of 64 gains little from more, and all of them link to each other. The others take the round over.")
@@ -398,7 +398,9 @@ def resolve_run(
         ConfigError: an explicit setting is invalid.
     """
     if adopted is None:
-        defaults = {name: value for _, implied in implied_defaults(explicit) for name, value in implied.items()}
+        defaults = {
+            name: value for _, implied in reversed(list(implied_defaults(explicit))) for name, value in implied.items()
+        }
         closed = closed_defaults({**defaults, **explicit}) if is_closed else {}
         return RunConfig.from_dict({**defaults, **muon_defaults(explicit), **closed, **explicit})
     for name, ours in RunConfig.checked(explicit).items():

@@ -73,7 +73,7 @@ PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
 
 
 def implied_defaults(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, str | float]]]:
-    """Yield what implies defaults in these settings, and the defaults. They come before those of a preset.
+    """Yield what implies defaults in these settings, and the defaults: the first ones count, then those of a preset.
 
     Args:
         values: settings of a run, by name.

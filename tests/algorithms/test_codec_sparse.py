@@ -297,3 +297,14 @@ def test_diloco_converges_when_what_was_left_out_stays_in_the_weights(key: str) 
         for local, data in zip(locals_, sent, strict=True):
             local += anchor - before + CODECS[key].decode(data, 2)
     assert np.abs(anchor - optimum).max() < 0.2 * first
+
+
+@pytest.mark.parametrize("density", [1.0, 0.3, 1 / 64])
+@pytest.mark.parametrize("nonzero", [0, 1, 40, 70])
+def test_zeros_stay_zero_where_more_values_are_kept_than_there_are_others(density: float, nonzero: int) -> None:
+    blocks = np.zeros((65, 64), np.float32)
+    blocks.reshape(-1)[:nonzero] = np.random.default_rng(0).standard_normal(nonzero)
+    coding = codec("topk", density=density)
+    decoded = coding.decode(memoryview(coding.encode(blocks)), len(blocks))
+    assert not decoded[blocks == 0].any()
+    assert decoded.any() == (nonzero > 0)

@@ -298,7 +298,8 @@ class Witness:
             record = node.driver.head.record
             if report.status != "skipped" and record is not None:
                 self.anchors[(report.lineage, report.round, peer.peer_id)] = node.state.anchor.copy()
-                self.momenta[(report.lineage, report.round)] = node.state.moments[0].copy()
+                if node.state.moments:
+                    self.momenta[(report.lineage, report.round)] = node.state.moments[0].copy()
                 self.records[(report.lineage, report.round)] = record
             ended(report)
 

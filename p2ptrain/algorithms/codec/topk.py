@@ -98,6 +98,9 @@ def _encode(groups: Blocks, kept: int) -> bytes:
     deviations = values - (np.bincount(rows, values) / kept)[rows]
     width = (_BIN_STDS * np.sqrt(np.bincount(rows, np.square(deviations)) / kept))[rows]
     levels = (deviations >= -width).astype(np.int64) + (deviations >= 0) + (deviations >= width)
+    if (zeros := values == 0).any():
+        # Kept as there are no others. They have a level of their own, so that they stay zero.
+        levels = np.where(zeros, 0, np.maximum(levels, np.bincount(rows, zeros)[rows] > 0))
     bins = _LEVELS * rows + levels
     sums, sizes = np.bincount(bins, values, _LEVELS * count), np.bincount(bins, minlength=_LEVELS * count)
     means = (sums / np.maximum(sizes, 1)).astype(np.float32)

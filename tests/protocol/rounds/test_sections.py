@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
 import trio
 
-from p2ptrain.protocol.exchange.types import Epoch, Snapshot
+from p2ptrain.protocol.exchange.types import Epoch, Landing, Snapshot, SnapshotWanted
 from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 from p2ptrain.protocol.wire.messages import Record
 from tests.protocol.swarm import RUN, Swarm, Witness, common, run_virtual, start_all, swarm
@@ -134,21 +135,27 @@ def test_the_error_of_a_coarse_codec_is_kept_for_each_section() -> None:
     run_virtual(main)
 
 
-def test_a_member_that_is_left_out_adopts_the_anchor_after_missing_each_section_too_often() -> None:
+@pytest.mark.parametrize("missed", [{0}, {0, 1}])
+def test_a_member_that_is_left_out_adopts_the_anchor_of_that_section_the_second_time(missed: set[int]) -> None:
     async def main() -> None:
         async with swarm(dataclasses.replace(SECTIONS, fragment_fraction=0.0)) as s:
             start_all(s, "abcd")
-            await s.until(lambda: common(s, 1, 4))
-            lagging, landings = s.peers["d"], []
-            land = lagging.exchange.land
+            await s.until(lambda: common(s, 2, 4))
+            lagging, landings = s.peers["d"], defaultdict[int, list[str]](list)
+            land, want = lagging.exchange.land, lagging.exchange.want_snapshot
 
-            def spy(landing) -> None:  # type: ignore[no-untyped-def]
-                landings.append(landing)
+            def spy(landing: Landing) -> None:
+                landings[landing.epoch.round % 2].append(landing.kind)
                 land(landing)
 
+            def want_some(wanted: SnapshotWanted | None) -> None:
+                want(None if wanted is not None and wanted.section in missed else wanted)
+
+            await s.until(lambda: not lagging.node.driver.is_busy)
             lagging.exchange.land = spy  # type: ignore[method-assign]
-            lagging.exchange.want_snapshot = lambda wanted: None  # type: ignore[method-assign]  # joins without one
-            await s.until(lambda: len(landings) >= 3)
-            assert [landing.kind for landing in landings[:3]] == ["keep", "keep", "write"]
+            lagging.exchange.want_snapshot = want_some  # type: ignore[method-assign]  # joins without one
+            await s.until(lambda: min(len(landings[0]), len(landings[1])) >= 3)
+            for section in (0, 1):
+                assert landings[section][:2] == (["keep", "write"] if section in missed else ["add", "add"])
 
     run_virtual(main)

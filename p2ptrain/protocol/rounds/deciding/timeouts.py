@@ -55,12 +55,12 @@ class Timeouts:
         self._peer_timeout_s = peer_timeout_s
         self._round_timeout_s = round_timeout_s
         self._longest_s: dict[PeerId, float] = {}
-        # What rounds of the whole vector would take, and the share of it that the next round averages.
-        self._rounds_s: deque[float] = deque(maxlen=ROUNDS)
+        # By the share of the vector that they averaged; and the next round's share.
+        self._rounds_s: dict[float, deque[float]] = {}
         self._share = 1.0
 
     def expect(self, share: float) -> None:
-        """The next round averages this share of the vector: what was measured is scaled by it."""
+        """The next round averages this share of the vector. The run's last one may be many times a section."""
         self._share = share
 
     def note_wait(self, sender: PeerId, waited_s: float) -> None:
@@ -74,14 +74,19 @@ class Timeouts:
 
     def note_round(self, took_s: float) -> None:
         """Record the duration of a committed round, or of an attempt that timed out."""
-        self._rounds_s.append(took_s / self._share)
+        self._rounds_s.setdefault(self._share, deque(maxlen=ROUNDS)).append(took_s)
         self._longest_s = {sender: FADE * longest for sender, longest in self._longest_s.items() if longest > 0.1}
 
     def attempt_s(self) -> float:
-        """Timeout of an attempt, from its roster to its commit."""
+        """Timeout of an attempt, from its roster to its commit.
+
+        If no round of its share was measured, those of the largest share count, in proportion.
+        """
         if not self._rounds_s:
             return self._round_timeout_s
-        return min(self._round_timeout_s, max(MIN_ATTEMPT_S, MARGIN * max(self._rounds_s) * self._share))
+        measured = self._share if self._share in self._rounds_s else max(self._rounds_s)
+        longest_s = max(self._rounds_s[measured]) * self._share / measured
+        return min(self._round_timeout_s, max(MIN_ATTEMPT_S, MARGIN * longest_s))
 
     def reducer_s(self, rtt_s: float) -> float:
         """How long a reducer may be silent."""

@@ -69,7 +69,8 @@ class Committer:
         self._progress: Progress | None = None
         self._head_set = False
         self._retry_delay_s, self._retry_s = RETRY_S, 0.0
-        self._missed_rounds = 0
+        # Rounds in a row that left us out, by section.
+        self._missed_rounds: dict[int | None, int] = {}
         self._idle = trio.Event()
         self._idle.set()
         self._landed = trio.Event()
@@ -150,7 +151,7 @@ class Committer:
         gave = name is not None and self._taker.gave(name)
         included = name is not None and self._taker.includes(name)
         # A leader must not make us discard progress by averaging an old gradient.
-        missed_rounds = 0 if gave else self._missed_rounds + 1
+        missed_rounds = 0 if gave else self._missed_rounds.get(context.grid.section, 0) + 1
         # A new head forgets them.
         left_out = own if self._taker.sent and name is None else None
         reason = self._taker.sits_out
@@ -217,7 +218,7 @@ class Committer:
             landing = self._landing_of(record, included, missed_rounds)
             # Training continues while the hashes are computed.
             self._hand_over(landing)
-            self._missed_rounds, progress.landing = missed_rounds, landing
+            self._missed_rounds[context.grid.section], progress.landing = missed_rounds, landing
         numbers, hashes = context.state.chunks_within(context.grid.first, context.grid.end), list[str]()
         at_a_time = CHUNKS_PER_VISIT * context.compute.threads
         for i in range(0, len(numbers), at_a_time):
@@ -242,19 +243,19 @@ class Committer:
 
         A contributor takes the agreed change and keeps its quantisation error: θ += A′ − A + decode(own sent bytes). A
         peer that was left out continues from its own weights (DiLoCo, section 3.1, figure 8), and so does one whose
-        older outer gradient was averaged; left out more than `max_missed_rounds` times in a row, times the number of
-        sections, it adopts the anchor and discards its own progress. So does every peer after the run's last round: all
-        end with the same weights.
+        older outer gradient was averaged. Left out more than `max_missed_rounds` times in a row, it adopts the anchor
+        and discards its own progress; left out of the rounds of one section, only there. So does every peer after the
+        run's last round: all end with the same weights.
         """
         context, run, taker, own = self._context, self._context.run, self._taker, self._taker.own
         finished = run.is_over_at(record.run_step)
-        most_missed = run.max_missed_rounds * len(context.grids.sections)
-        overwrite = finished or (not included and missed_rounds > most_missed)
+        overwrite = finished or (not included and missed_rounds > run.max_missed_rounds)
         included_tokens = own.snapshot.tokens if included and own is not None else 0
         kind: LandingKind = "keep"
         buffer, section = None, None
         if overwrite:
-            kind, buffer = "write", context.state.anchor_tensor()
+            grid = context.grid
+            kind, buffer, section = "write", context.state.anchor_tensor()[grid.first : grid.end], grid.section
         elif included and own is not None:
             kind, buffer, section = "add", own.snapshot.weights, own.grid.section
         spent = taker.spent()

@@ -28,6 +28,10 @@ def test_a_round_of_the_whole_after_rounds_of_sections_may_take_as_many_times_lo
         timeouts.expect(share)
         timeouts.note_round(took_s)
         assert timeouts.attempt_s() == pytest.approx(MARGIN * took_s)
+    timeouts.expect(0.001)
+    # Most of it are round trips and the joining window.
+    timeouts.note_round(1.0)
+    assert timeouts.attempt_s() == MIN_ATTEMPT_S
     timeouts.expect(1.0)
     assert timeouts.attempt_s() == pytest.approx(MARGIN * 200.0)
 

@@ -6,6 +6,7 @@ was started and stopped, and those of the files that it writes as it starts (`pe
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -92,18 +93,15 @@ def _repay(parts: Counter[str], early_s: float) -> None:
         early_s -= taken_s
 
 
-def shares(peers: Iterable[Sequence[Span]], start_s: float, end_s: float) -> dict[str, float]:
+def shares(peers: Sequence[Sequence[Span]], start_s: float, end_s: float) -> dict[str, float]:
     """The share of each use in the time of all peers from `start_s` to `end_s`; the sum is 1."""
     seconds: Counter[str] = Counter()
-    count = 0
-    for life in peers:
-        count += 1
-        for span in life:
-            inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
-            if inside_s > 0:
-                for use, part_s in span.parts.items():
-                    seconds[use] += part_s * inside_s / (span.end_s - span.start_s)
-    return {use: seconds[use] / (count * (end_s - start_s)) for use in USES}
+    for span in itertools.chain.from_iterable(peers):
+        inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
+        if inside_s > 0:
+            for use, part_s in span.parts.items():
+                seconds[use] += part_s * inside_s / (span.end_s - span.start_s)
+    return {use: seconds[use] / (len(peers) * (end_s - start_s)) for use in USES}
 
 
 def format_time_use(calm: dict[str, float], storm: dict[str, float], storm_s: float) -> str:

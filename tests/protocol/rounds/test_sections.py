@@ -111,7 +111,7 @@ def test_a_joiner_gets_the_state_of_all_sections_and_takes_part() -> None:
 
 
 def test_the_error_of_a_coarse_codec_is_kept_for_each_section() -> None:
-    """What a section has not sent is sent with its own next round, whatever the others did meanwhile."""
+    """A round keeps the values that it did not send for the next round of the same section."""
 
     async def main() -> None:
         async with swarm(dataclasses.replace(SECTIONS, round_codec="int2", fragment_fraction=0.0)) as s:

@@ -64,7 +64,7 @@ soak: $(STAMP)
 
 # The protocol under hundreds of random storms, in virtual time, and a million states of a round's consensus.
 storms: $(STAMP)
-	STORMS=$(SEEDS) STATES=$(STATES) $(BIN)/python -m pytest tests/protocol/test_storm.py tests/protocol/rounds/deciding/test_consensus.py $(ARGS)
+	OMP_NUM_THREADS=1 STORMS=$(SEEDS) STATES=$(STATES) $(BIN)/python -m pytest -n 2 tests/protocol/test_storm.py tests/protocol/rounds/deciding/test_consensus.py $(ARGS)
 
 # A liar among real peers on this machine, attack by attack: six minutes, ends with a table.
 hostile: $(STAMP)

@@ -57,7 +57,13 @@ PASSED = {"": r"=+ (.*\d+ passed.*) in [\d.]+s"}
 RUNS = (
     Run("test", "make test", "20 min", "every rule that a change must keep", PASSED),
     Run("test-long", "make test-long", "1 h", "tests that are too slow for every change", PASSED),
-    Run("models", "make models", "5 min", "[models that train, and models refused](../start/your-model.md)", PASSED),
+    Run(
+        "models",
+        "make models",
+        "5 min",
+        "[models that train, and models refused](../use/api.md#what-happens-to-your-tensors)",
+        PASSED,
+    ),
     Run("pythons", "make pythons", "20 min", "Python 3.11 to 3.14", {"": r"^(Python [\d.]+) .*: installed"}),
     Run(
         "compose-test",

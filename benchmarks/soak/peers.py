@@ -29,6 +29,7 @@ from benchmarks.soak.time_use import (
 from p2ptrain.demo.orchestrator import IDENTITY, LOG, EventReader, Process
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.events import Event
+from p2ptrain.training.checkpoint import MANIFEST
 from p2ptrain.training.join import METRICS_FILE
 
 # Files that a peer writes at each start: when everything is imported, if it is missing; when its network is open.
@@ -50,7 +51,10 @@ def run_flags(step_s: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one peer and its daemon at time `t`; `disk_bytes` without its log and metrics."""
+    """Resources of one peer and its daemon at time `t`; `disk_bytes` without its log, metrics and manifests.
+
+    A manifest has the history of up to 256 rounds, which takes an hour to fill: a third of such a small checkpoint.
+    """
 
     t: float
     resident_bytes: int
@@ -232,7 +236,7 @@ def _disk_bytes(directory: Path) -> int:
     total = 0
     for path, _, names in os.walk(directory):
         for name in names:
-            if name not in (METRICS_FILE, LOG):
+            if name not in (METRICS_FILE, LOG, MANIFEST):
                 with contextlib.suppress(FileNotFoundError):  # an old checkpoint was removed
                     total += os.path.getsize(os.path.join(path, name))
     return total

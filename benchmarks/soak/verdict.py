@@ -60,7 +60,7 @@ def growths(usage: Sequence[Usage]) -> list[Growth]:
         growth("memory", "resident_bytes", "MB", 1e6),
         growth("open files", "files", "", 1),
         growth("threads", "threads", "", 1),
-        growth("disk without metrics and log", "disk_bytes", "kB", 1e3),
+        growth("disk without metrics, log and manifests", "disk_bytes", "kB", 1e3),
     ]
 
 

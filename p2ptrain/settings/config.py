@@ -160,7 +160,7 @@ class RunConfig:
         why="A delay (SPARTA's asynchronous mode) never helps. It shows the cost of a slow link.")
     max_staleness: float = setting(0.15, NOT_NEGATIVE,
         help="Discard fragments with P · delay above this; 0 keeps all.",
-        why="p · delay = 0.05 costs 0.01 nats, 0.15 costs 0.03 (simulated).")
+        why="p · delay = 0.1 costs 0.015 nats (reproduced: s3). The limit is a guess.")
     topology: str = setting("push", choice("push", "pairs", "groups", "all"),
         help="Selection of the peers that get a fragment.",
         why="A push to a random peer needs no coordination, and mixes as fast per byte as pairs do. SPARTA's is all.")
@@ -180,7 +180,7 @@ class RunConfig:
         help="Encoding of outer gradients.",
         why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "
         "large models. With --inner-optimizer muon the default is int4, but int8 with pairs or pruning. topk is "
-        "SparseLoCo's, for AdamW and 50 rounds or more (docs/evidence/late.md).")
+        "SparseLoCo's, for AdamW and many rounds: better in 59, worse in 23 (docs/evidence/late.md).")
     round_density: float = setting(0.02, number("above 0 and at most 1 (0.02 is 2 %)", lambda x: 0 < x <= 1),
         default_text="0.02, with topk 0.015625",
         help="Share of the values that codec topk sends.",

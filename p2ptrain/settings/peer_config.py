@@ -99,7 +99,7 @@ class NetworkConfig:
     gossip_budget: float = setting(0.02, number("above 0 and at most 1, all cores", lambda share: 0 < share <= 1),
         metavar="SHARE",
         help="Share of this machine's CPU time that gossip may take; less: fewer pushes.",
-        why="Where every core is busy, what gossip takes is lost to training: 5 to 7 % were measured on two cores, as "
+        why="Where every core is busy, what gossip takes is lost to training: 4 to 7 % were measured on two cores, as "
         "the budget does not see all that other threads and processes lose. With eight cores or more, gossip hardly "
         "ever needs as much, and pushes at every step.")
     relay_peers: int = setting(32, count(0),
@@ -112,8 +112,8 @@ class NetworkConfig:
         "dozen peers at 1 MB a second each. 25 for one pair carry a round of 124M parameters in int8 in 80 s.")
     bulk: str = setting("on", choice("on", "off"),
         help="Direct TLS connections for rounds and state: on or off.",
-        why="libp2p's daemon carries a third to a half of what one TLS connection does, for more CPU time. Where peers "
-        "cannot dial each other, it carries all.")
+        why="libp2p's daemon carries less than one TLS connection does, for more CPU time. Where peers cannot dial "
+        "each other, it carries all.")
     bulk_port: int = setting(0, PORT, metavar="PORT",
         help="TCP port for direct connections; 0 for any free one.",
         why="Peers learn it from each other. Behind a firewall, open it beside the port of --host-maddrs.")

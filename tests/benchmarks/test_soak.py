@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import paced as pace
-from benchmarks.soak.peers import Usage
+from benchmarks.soak.peers import Usage, _disk_bytes
 from benchmarks.soak.plan import BACK_S, CUT, KINDS, Fault, plan_faults
 from benchmarks.soak.storm import Soak
 from benchmarks.soak.verdict import LEAST_USAGES, SETTLED_S, failures, growths
@@ -109,7 +110,7 @@ def _usage(**more: float) -> list[Usage]:
         ({"resident_bytes": 101e6}, "memory: 500 → 601 MB (rule: ≤ 20% more)"),
         ({"files": 11}, "open files: 40 → 51 (rule: ≤ 10 more)"),
         ({"threads": 11}, "threads: 15 → 26 (rule: ≤ 10 more)"),
-        ({"disk_bytes": 2.2e6}, "disk without metrics and log: 6700 → 8900 kB (rule: ≤ 20% more)"),
+        ({"disk_bytes": 2.2e6}, "disk without metrics, log and manifests: 6700 → 8900 kB (rule: ≤ 20% more)"),
         ({"resident_bytes": 99e6, "files": 10, "threads": 10, "disk_bytes": 1.3e6}, ""),
     ],
 )
@@ -117,6 +118,13 @@ def test_a_peer_that_needs_more_and_more_fails_a_soak(more: dict[str, float], re
     soak = _soak(("a", "x", 2, 5.0), ("b", "x", 2, 5.0))
     soak.peers[-1].usage = _usage(**more)
     assert failures(soak) == ([f"b needs more and more {resource}"] if resource else [])
+
+
+def test_the_disk_of_a_peer_is_without_what_grows_by_design(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-7").mkdir()
+    for name in ("metrics.jsonl", "log.txt", "checkpoint-7/manifest.json", "checkpoint-7/trainer.safetensors", "key"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    assert _disk_bytes(tmp_path) == 2000
 
 
 def test_growth_is_reported_only_from_enough_samples() -> None:

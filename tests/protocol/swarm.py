@@ -155,6 +155,8 @@ class Swarm:
         # Of peers that train on a device, the stream beside training.
         self.sides: Mapping[str, SideStream] = {}
         self.devices_fail = False
+        # Whether all peers begin with the same weights.
+        self.same_weights = False
         self._nursery = nursery
         self._rng = random.Random(seed)
         self._incarnations = 0
@@ -168,7 +170,8 @@ class Swarm:
 
         `key`: of a closed run.
         """
-        generator = torch.Generator().manual_seed(self._rng.randrange(2**31))
+        seed = self._rng.randrange(2**31)
+        generator = torch.Generator().manual_seed(0 if self.same_weights else seed)
         tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in self.shapes]
         run = run or self.run
         rng = random.Random(self._rng.randrange(2**31))

@@ -96,6 +96,8 @@ class Membership:
         self.known: dict[PeerId, KnownPeer] = {}
         self.looked_up = trio.Event()
         self.announced = trio.Event()
+        # All keys were looked up after we were announced: of two peers that start at once, one has found the other.
+        self.looked_up_again = trio.Event()
         self._links = links
         self._directory = directory
         self._run_id = run_id
@@ -274,7 +276,8 @@ class Membership:
 
     async def _discover(self) -> None:
         while True:
-            eager = not self._linked()
+            eager = not self._linked() or (self._joining and not self.looked_up_again.is_set())
+            was_announced = self.announced.is_set()
             buckets = range(BUCKETS) if eager else self._due_buckets()
             done: set[int] = set()
             async with trio.open_nursery() as nursery:
@@ -282,6 +285,8 @@ class Membership:
                     nursery.start_soon(self._look_up, bucket, done)
             if len(done) == len(buckets):
                 self.looked_up.set()
+                if eager and was_announced:
+                    self.looked_up_again.set()
             await trio.sleep(EAGER_LOOKUP_S if eager else self._lookup_s())
 
     def _due_buckets(self) -> set[int]:

@@ -175,7 +175,7 @@ class Joining:
         Peers with checkpoints take turns in the order of ids, and the others adopt the lineage of the first one.
         """
         membership, waited_s = self._membership, trio.current_time() - started
-        looked_up = membership.looked_up.is_set() and membership.announced.is_set() and not membership.undecided
+        looked_up = membership.looked_up_again.is_set() and not membership.undecided
         if not looked_up and not self._is_ahead:
             if waited_s > ADOPT_TIMEOUT_S and membership.undecided:
                 raise TransientError(

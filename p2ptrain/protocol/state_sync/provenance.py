@@ -181,13 +181,13 @@ def is_preferred(
     theirs: Sequence[Entry],
     present: Collection[PeerId],
     *,
-    is_initial: bool,
+    is_trusted: bool,
 ) -> bool:
     """Whether a peer at `head` should continue from another head. Both histories have been checked.
 
     Args:
         present: the voters of our head that are in our lineage now.
-        is_initial: whether the user named the other peer as an initial peer.
+        is_trusted: whether the other peer may be followed without a proof, as one that the user named.
     """
     common = shared(ours, theirs)
     if common is not None:
@@ -197,11 +197,11 @@ def is_preferred(
         if founding is not None and founding.state_hash != head.state_hash:
             return False
         return is_better(ours, theirs, present)
-    # Neither history proves anything about the other, so only a peer that the user trusts is followed.
-    if not is_initial:
+    # Neither history proves anything about the other.
+    if not is_trusted:
         return False
     if head.genesis == other.genesis:
-        # We were away for longer than histories are kept, and follow a newer state of an initial peer.
+        # We were away for longer than histories are kept, and follow a newer state of a trusted peer.
         return other.round > head.round
     # The run was started twice. A peer that committed all its rounds alone joins those that did not, or another such
     # one.

@@ -7,6 +7,7 @@ whole state. When two lineages meet, their histories decide (`rounds.deciding.hi
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ RETRY_S = 2.0
 REFUSED_RETRY_S = 10.0
 # The same if a round came first (guess): short, because partners delay their next round for us.
 OVERTAKEN_RETRY_S = 0.25
+# Peers of another start of the run may still follow us, or we one of them. After this long they will not.
+APART_S = 10.0
 
 
 class StateSync:
@@ -72,6 +75,8 @@ class StateSync:
         self._times_overtaken = 1
         # Outcome of the current job: "refused", "overtaken", "not now", or "".
         self._outcome = ""
+        # The founding of our run, and since when there is a peer of another one; inf once the user was told.
+        self._apart = "", 0.0
         # Waiting jobs by partner ("" for any): the link, the reason, and our head when it was queued.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
@@ -161,8 +166,8 @@ class StateSync:
     async def _replace_state(self, link: Link | None, reason: str) -> bool:
         """Adopt the state of a partner, or (None) of the first peer whose history is preferred to ours.
 
-        Local weights are kept if the genesis is the same, else overwritten. Our own rounds continue until the new state
-        is complete and verified, so a false claim does not stop them.
+        Local weights are kept if the genesis or the state is the same, else overwritten. Our own rounds continue until
+        the new state is complete and verified, so a false claim does not stop them.
         """
         for donor in [link] if link is not None else self._elsewhere():
             with self._context.links.containing(donor, "comparing histories"):
@@ -200,9 +205,12 @@ class StateSync:
             entries = await ask_history(context, donor, head, driver.history.entries)
             if not self._prefers(donor, head, entries):
                 self._download = None
+                if signed.head.genesis != driver.head.genesis:
+                    self._tell_apart(donor, founder=signed.genesis.founder)
                 return False
             self._check_pins(signed.genesis, entries)
-            kept = "; our weights are kept, and count in the next round" if head.genesis == driver.head.genesis else ""
+            is_kept = head.genesis == driver.head.genesis or head.state_hash == driver.head.state_hash
+            kept = "; our weights are kept, and count in the next round" if is_kept else ""
             rounds = (driver.head.round, head.round)
             logger.info("replacing our state: %s (round %d instead of %d)%s", reason, rounds[1], rounds[0], kept)
             # A new lineage may begin with the state that we have; otherwise download.
@@ -227,7 +235,7 @@ class StateSync:
             elif context.run.is_pairwise:
                 run_step = context.exchange.run_step  # pairwise steps have brought us further than the head's round
             self._download = None
-            kind: LandingKind = "keep" if head.genesis == driver.head.genesis else "write"
+            kind: LandingKind = "keep" if is_kept else "write"
             driver.adopt(signed, History(signed.genesis, merged(driver.history.entries, entries)))
             await land_state(driver, self._record, kind, reason, run_step)
         return True
@@ -246,7 +254,7 @@ class StateSync:
             head,
             entries,
             {peer_id for peer_id, incarnation in driver.head.voters if (peer_id, incarnation) in present},
-            is_initial=donor is None or self._is_trusted(donor),
+            is_trusted=donor is None or self._is_trusted(donor),
         )
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
@@ -257,9 +265,32 @@ class StateSync:
             self._pins.check_founder(genesis)
 
     def _is_trusted(self, donor: Link) -> bool:
-        """Whether the user named this peer. A user who named none, and did not found the run, trusts any peer."""
+        """Whether this peer's state may replace ours though the histories share nothing.
+
+        A user who names initial peers trusts these, and one who joined without naming any trusts all. So does a peer
+        that joined through a bootstrap node, before its first round: it adopted, or would have, any peer's state.
+        """
         chosen = self._context.links.chosen
-        return donor.peer_id in chosen or not (chosen or self._may_found)
+        if donor.peer_id in chosen or self._may_found:
+            return donor.peer_id in chosen
+        is_led = any(link.peer_id in chosen for link in self._context.links.trainers())
+        return not chosen or (self._driver.head.round < 0 and not is_led)
+
+    def _tell_apart(self, donor: Link, *, founder: PeerId) -> None:
+        """Warn, once, if a peer trains another start of this run, and goes on doing so."""
+        genesis, since_s = self._apart
+        if genesis != self._driver.head.genesis:
+            genesis, since_s = self._driver.head.genesis, trio.current_time()
+        if trio.current_time() - since_s >= APART_S:
+            since_s = math.inf
+            logger.warning(
+                "%s trains another start of run %r, which %s founded: the swarm is split, and only peers of one start "
+                "average with each other. Restart the peers of one of them with the address of a peer of the other",
+                donor.peer_id,
+                self._context.run.run_id,
+                shown(founder),
+            )
+        self._apart = genesis, since_s
 
     async def can_restore(self, restored: Restored) -> bool:
         """Whether a checkpoint's state is ahead of ours. Raises RunMismatchError if it is of an unwanted run."""

@@ -120,7 +120,7 @@ class Model:
         present = set() if self.has_ended(state, p) else {name for name, _ in self.present(state, p)}
         voters = {name for name, _ in head_of(ours.path).voters}
         return provenance.is_preferred(
-            head_of(ours.path), a, head_of(theirs.path), b, voters & present, is_initial=False
+            head_of(ours.path), a, head_of(theirs.path), b, voters & present, is_trusted=False
         )  # fmt: skip
 
     def heard_elsewhere(self, state: State, p: int) -> list[int]:

@@ -164,7 +164,7 @@ def head_at(past: Past, **fields: object) -> Head:
 
 def prefers(ours: Past, theirs: Past, *, initial: bool = True) -> bool:
     return is_preferred(
-        head_at(ours), ours.entries, head_at(theirs), theirs.entries, set(), is_initial=initial
+        head_at(ours), ours.entries, head_at(theirs), theirs.entries, set(), is_trusted=initial
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def test_a_lineage_founded_from_our_head_has_our_state() -> None:
     ours, theirs = common(), common().found("a")
     assert prefers(ours, theirs, initial=False)
     head = msgspec.structs.replace(head_at(ours), state_hash="another")
-    assert not is_preferred(head, ours.entries, head_at(theirs), theirs.entries, set(), is_initial=True)
+    assert not is_preferred(head, ours.entries, head_at(theirs), theirs.entries, set(), is_trusted=True)
     theirs.commit("ab", "a", parent_hash="another")
     with pytest.raises(WireError, match="starts from another state"):
         check_entries(theirs.entries, PROVER)

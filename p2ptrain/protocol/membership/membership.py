@@ -90,8 +90,9 @@ class Membership:
         maddrs: Callable[[], Sequence[str]],
         rng: random.Random,
         rounds: RoundPeers = EVERYBODY,
+        remembered: Collection[PeerId] = (),
     ) -> None:
-        """`maddrs` returns our current addresses."""
+        """`maddrs` returns our current addresses. `remembered` peers are dialled without a record of them."""
         self.rounds = rounds
         self.known: dict[PeerId, KnownPeer] = {}
         self.looked_up = trio.Event()
@@ -111,6 +112,7 @@ class Membership:
         self._listed_s = -math.inf
         self._told_private = False
         self._chosen = links.chosen
+        self._remembered = remembered
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
@@ -122,8 +124,8 @@ class Membership:
 
     async def run_forever(self) -> None:
         self._began_s = trio.current_time()
-        # The network layer knows the addresses of initial peers. A bootstrap node among them refuses the link.
-        for peer_id in sorted(self._chosen):
+        # The network layer knows the addresses of these. A bootstrap node among them refuses the link.
+        for peer_id in sorted({*self._chosen, *self._remembered}):
             self.hint(peer_id, ())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keep_announced, self._directory, self._run_id, self._me, self._maddrs, self.announced)

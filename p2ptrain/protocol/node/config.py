@@ -53,6 +53,7 @@ class LocalPolicy:
 
     Attributes:
         chosen: ids of the user's initial peers.
+        remembered: ids of the peers last seen alive before a restart. They are dialled, but not trusted.
         pins: the founder or a record of the run, if the user gave one. No other run is joined.
         refusal: which peers the user refuses, and why.
         peer_timeout_s: seconds without a message before a peer is considered lost.
@@ -60,6 +61,7 @@ class LocalPolicy:
     """
 
     chosen: Collection[PeerId] = ()
+    remembered: Collection[PeerId] = ()
     pins: Pins = NO_PINS
     refusal: Refusal = no_refusal
     peer_timeout_s: float = PEER_TIMEOUT_S

@@ -127,7 +127,14 @@ class Node:
             in_round=lambda: driver.round_state.member is not None or driver.committer.resolving,
         )
         self.membership = Membership(
-            self.links, directory, config.run_id, self.peer_id, lambda: transport.maddrs, rng, rounds
+            self.links,
+            directory,
+            config.run_id,
+            self.peer_id,
+            lambda: transport.maddrs,
+            rng,
+            rounds,
+            policy.remembered,
         )
         joining = Joining(
             driver,

@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -93,7 +93,9 @@ class Town:
         self.members: dict[str, Member] = {}
         self._nursery = nursery
 
-    async def start(self, peer_id: str, *, incarnation: str = "1", role: str = "trainer") -> Member:
+    async def start(
+        self, peer_id: str, *, incarnation: str = "1", role: str = "trainer", remembered: Collection[str] = ()
+    ) -> Member:
         member = Member(peer_id)
         transport = self.network.transport(peer_id)
         digest = "digest" if role == "trainer" else ""
@@ -101,7 +103,7 @@ class Town:
         member.links = Links(transport, lambda: hello, member)
         member.membership = Membership(
             member.links, self.network.directory(peer_id), "test", peer_id, lambda: transport.maddrs,
-            random.Random(peer_id),
+            random.Random(peer_id), remembered=remembered,
         )  # fmt: skip
         self.members[peer_id] = member
 
@@ -195,6 +197,20 @@ def test_a_live_peer_stays_announced_and_a_dead_one_expires() -> None:
             t.kill("a")
             await trio.sleep(RECORD_TTL_S + 1)
             assert await look(member_key("test", bucket_of("a"))) == {}
+
+    run_virtual(main)
+
+
+def test_a_restarted_peer_dials_those_it_remembers_without_a_record_and_decides_nothing_before() -> None:
+    async def main() -> None:
+        async with town(latency_s=0.1) as t:
+            await t.start("a")
+            t.network.close_directory()
+            b = await t.start("b", incarnation="2", remembered=["a", "gone"])
+            await trio.sleep(0.05)
+            assert b.membership.undecided
+            await until(lambda: not b.membership.undecided)
+            assert b.linked == {"a"}
 
     run_virtual(main)
 

@@ -270,7 +270,11 @@ def join(
             session = failing.enter_context(NetworkSession(network))
             found = session.find_run(run_id, explicit=explicit) if peers else None
             if initial_peers and found is None and resume is None:
-                logger.warning("no peers found for run %r; starting it (run_id= chooses another run)", run_id)
+                logger.warning(
+                    "no peers found for run %r: it starts here, unless another peer starts it first. If it should be "
+                    "running, check run_id=, and whether it has ended",
+                    run_id,
+                )
             run = resolve_run(explicit, found, is_closed=is_closed(network))
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(

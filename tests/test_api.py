@@ -17,7 +17,10 @@ from p2ptrain.settings.extras import EXTRAS
 from tests.fakes import MADDR, FakeNetworkSession
 from tests.network.test_lan import A, B
 
-WARNING = "no peers found for run 'x'; starting it (run_id= chooses another run)"
+WARNING = (
+    "no peers found for run 'x': it starts here, unless another peer starts it first. If it should be running, check "
+    "run_id=, and whether it has ended"
+)
 
 
 @pytest.mark.parametrize(

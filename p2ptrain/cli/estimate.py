@@ -52,7 +52,10 @@ def estimate(settings: Settings, params: str | None, as_json: bool, **given: Any
         click.echo(json.dumps({**report, "advice": list(advice(run, size, link, found))}, indent=2, ensure_ascii=False))
     else:
         click.echo("\n".join(texts(run, size, link, found)))
-        if assumed := [f"{s.flag} {s.default:g}" for s in LINK_SETTINGS if s.default and s.field_name not in chosen]:
+        assumed = [f"{s.flag} {s.default:g}" for s in LINK_SETTINGS if s.default and s.field_name not in chosen]
+        if not settings.explicit("sync_every"):
+            assumed.append(f"--sync-every {run.sync_every}")
+        if assumed:
             click.echo(f"assumed: {', '.join(assumed)}")
 
 

@@ -238,14 +238,12 @@ def receivers(run: RunConfig, peers: int) -> int:
 
 
 def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
-    """Yield what the user should change, and always the H that suits this link."""
+    """Yield what the user should change, first what costs no loss; and always the H that suits this link."""
     sections, event = run.round_sections, event_of(run)[0]
     share = "a tenth" if sections == 1 else f"{100 * allowed_share(sections):.0f} %"
     steps = fewest_steps(found.round_s, link.step_s, sections)
-    if found.share > allowed_share(sections):
-        yield f"give --sync-every {steps} or more: {event} then takes at most {share} of its interval"
-        yield from _sections_advice(run, params, link, found)
-    else:
+    is_short = found.share > allowed_share(sections)
+    if not is_short:
         yield f"H = {run.sync_every} suits this link: {event} takes at most {share} of its interval from {steps} on"
     for name, value in alternatives(run, link):
         other = estimate_run(dataclasses.replace(run, **{name: value}), params, link)
@@ -255,6 +253,9 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
                 f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s, sections)} is "
                 "enough"
             )
+    if is_short:
+        yield from _sections_advice(run, params, link, found)
+        yield f"give --sync-every {steps} or more: {event} then takes at most {share} of its interval"
     is_too_large = found.fragment_bytes > MAX_PAYLOAD_BYTES
     slower_bytes_s, slower = _slower(link)
     if is_too_large or found.gossip_bytes_s > SHARE_OF_LINK * slower_bytes_s:
@@ -287,7 +288,7 @@ def _sections_advice(run: RunConfig, params: int, link: Link, found: Estimate) -
     other = estimate_run(cut, params, link)
     if other.round_s < found.round_s / 2 and other.share < 1:
         yield (
-            f"or --round-sections {SECTIONS} --sync-every {cut.sync_every}: each round averages one section of the "
+            f"with --round-sections {SECTIONS} --sync-every {cut.sync_every} each round averages one section of the "
             f"model, and takes {seconds(other.round_s)} instead of {seconds(found.round_s)}"
         )
 
@@ -312,7 +313,9 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
     event, round_trips = event_of(run)
     trips = f"{seconds(found.round_trips_s)} for {round_trips} round trips"
     share, interval = f"{100 * found.share:.1f} %", seconds(found.interval_s)
-    yield f"{event:<9}{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({codecs_of(run)})"
+    of_section = f"; one of {run.round_sections} sections" if run.round_sections > 1 else ""
+    codecs = codecs_of(run) + of_section
+    yield f"{event:<9}{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({codecs})"
     yield (
         f"{'':9}{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {trips}, "
         f"{seconds(found.compute_s)} of compute"

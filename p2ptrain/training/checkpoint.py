@@ -166,9 +166,9 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
         raise ConfigError(f"{error}; give another checkpoint") from error
     if saved is None:
         fault = "no checkpoint there" if path.exists() else "no such directory"
-        siblings = sorted(filter(checkpoints, path.parent.glob(f"{glob.escape(path.name)}*")))
-        if siblings:
-            raise ConfigError(f"{path}: {fault}; {siblings[0]} has a checkpoint")
+        for name in (f"{glob.escape(path.name)}*", "p2ptrain-*"):
+            if siblings := sorted(filter(checkpoints, path.parent.glob(name))):
+                raise ConfigError(f"{path}: {fault}; {siblings[0]} has a checkpoint")
         raise ConfigError(f"{path}: {fault}; `p2ptrain join` writes checkpoints every 10 minutes and on Ctrl-C")
     return saved
 

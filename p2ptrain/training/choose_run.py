@@ -108,7 +108,10 @@ def choose_run(
         settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)
     run = settle_run(settings, found, ours, out)
     if session.knows_others and not found and not saved:
-        say(f"no peers found for run {run_id!r}; starting it (--run-id chooses another run)")
+        say(
+            f"no peers found for run {run_id!r}: it starts here, unless another peer starts it first. If it should be "
+            "running, check --run-id, and whether it has ended"
+        )
     if saved and found is None and run.is_over_at(saved.step):
         say(f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out")
         return None

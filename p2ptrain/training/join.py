@@ -22,6 +22,7 @@ from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.monitor.trackers import open_tracker
 from p2ptrain.peer.sinks import Sink
+from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.initial_peers import write_addresses
 from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.table import Settings
@@ -195,22 +196,30 @@ def join_run(
 
         job, saved = dataclasses.replace(job, saved=None), None  # free it: gigabytes for a large model
         end = take_part(job, trainer, ranks, member, say=say, on_progress=progressed)
-        say(_end_line(end, peer.run_step, out, chosen.tokenizer))
+        say(_end_line(end, peer.run_step, out, chosen.tokenizer, fewer_rounds(run, peer.round)))
 
 
-def _end_line(end: TrainingEnd, step: int, out: Path, tokenizer: Tokenizer) -> str:
+def fewer_rounds(run: RunConfig, rounds: int) -> str:
+    """A remark for the last line where a finished run made notably fewer rounds than its H would; else empty."""
+    planned = run.total_steps // run.sync_every
+    return "" if run.is_pairwise or rounds >= 0.9 * planned else f" after {rounds} of {planned} planned rounds"
+
+
+def _end_line(end: TrainingEnd, step: int, out: Path, tokenizer: Tokenizer, fewer: str) -> str:
     """The last line for the user: how training ended, and what to do next."""
     hint = "run the same command again to continue"
     if end.reason == "finished":
         hint = f"try: p2ptrain generate {out}"
         if tokenizer.identity == IDS:
             hint += " --tokenizer FILE.json"
+    else:
+        fewer = ""
     loss = ""
     if end.eval_loss is not None:
         perplexity = math.exp(min(end.eval_loss, 99.0))
         loss = f": held-out {end.eval_loss:.3f} (perplexity {perplexity:.1f}) after the last round"
     saved = "saved" if (out / checkpoint.name_of(step)).exists() else "not saved"
-    return f"{end.reason} at step {step}{loss}, {saved} in {out}; {hint}"
+    return f"{end.reason} at step {step}{fewer}{loss}, {saved} in {out}; {hint}"
 
 
 def _init_weights(model: nn.Module, job: Job, *, is_live: bool, knows_others: bool) -> str:

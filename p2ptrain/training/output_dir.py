@@ -97,4 +97,6 @@ def _lock(directory: Path) -> FileLock | None:
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:
+    if directory.is_file():
+        return ConfigError(f"{directory} is a file; give a directory, or a name for a new one")
     return ConfigError(f"directory {directory} cannot be used ({error.strerror}); give one that is writable")

@@ -203,9 +203,9 @@ def test_an_estimate_takes_the_settings_that_it_depends_on(changes: dict[str, ob
 
 def test_an_estimate_says_which_values_are_assumed() -> None:
     assert _output("estimate", "--params", "5M", "--rate", "50", "--peers", "4").splitlines()[-1] == (
-        "assumed: --rtt 60, --step-ms 1000, --cores 8"
+        "assumed: --rtt 60, --step-ms 1000, --cores 8, --sync-every 200"
     )
-    given = ["--rate", "50", "--peers", "4", "--rtt", "60", "--step-ms", "1000", "--cores", "8"]
+    given = ["--rate", "50", "--peers", "4", "--rtt", "60", "--step-ms", "1000", "--cores", "8", "--sync-every", "99"]
     assert "assumed" not in _output("estimate", "--params", "5M", *given)
 
 
@@ -214,7 +214,7 @@ def test_an_estimate_says_which_values_are_assumed() -> None:
     [
         (["jion"], "No such command 'jion'. Did you mean 'join'? (see p2ptrain --help)"),
         (["join", "--lr", "fast"], "--lr: 'fast' is not a number, such as 0.003"),
-        (["join", "--sync-evry", "5"], "(see p2ptrain join --help)"),
+        (["join", "--sync-evry", "5"], "No such option '--sync-evry'. Did you mean '--sync-every'? (see p2ptrain join"),
         (["join", "--sync-every"], "(see p2ptrain join --help)"),
         (["join", "--initial-peers", "localhost"], "no such file, and not a ticket or an address"),
         (["join", "--data", "none"], "--data none: no such file or directory; give text, or leave it out"),

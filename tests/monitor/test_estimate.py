@@ -153,7 +153,7 @@ def test_with_the_advised_interval_a_round_takes_a_tenth_of_it() -> None:
         run = dataclasses.replace(RUN, sync_every=given)
         found = estimate_run(run, GPT2, link)
         assert (found.share <= 0.1) == (given == steps)
-        assert next(advice(run, GPT2, link, found)).startswith(words)
+        assert any(text.startswith(words) for text in advice(run, GPT2, link, found))
 
 
 def test_sections_share_the_bytes_and_an_interval_of_each_counts() -> None:
@@ -168,7 +168,7 @@ def test_sections_share_the_bytes_and_an_interval_of_each_counts() -> None:
         (enough - 1, f"give --sync-every {enough} or more"),
     ):
         run = dataclasses.replace(cut, sync_every=given)
-        assert next(advice(run, GPT2, link, estimate_run(run, GPT2, link))).startswith(words)
+        assert any(text.startswith(words) for text in advice(run, GPT2, link, estimate_run(run, GPT2, link)))
     assert "--round-sections" not in " ".join(advice(run, GPT2, link, estimate_run(run, GPT2, link)))
 
 
@@ -187,7 +187,7 @@ def test_sections_share_the_bytes_and_an_interval_of_each_counts() -> None:
         ({"fragment_fraction": 0.02}, GPT2, Link(rate_mbit=20), "give --fragment-fraction 0.004 or less: gossip"),
         ({}, 390_700_000, Link(rate_mbit=2), "give --round-timeout-s 5700 or more: half of the 1800 s"),
         ({"averaging": "gather"}, GPT2, Link(rate_mbit=10, peers=64), "with --averaging parts a round takes 4 min"),
-        ({"sync_every": 200}, GPT2, Link(rate_mbit=20), "or --round-sections 5 --sync-every 40: each round"),
+        ({"sync_every": 200}, GPT2, Link(rate_mbit=20), "with --round-sections 5 --sync-every 40 each round"),
     ],
 )
 def test_advice(changes: dict[str, object], params: int, link: Link, words: str) -> None:
@@ -209,7 +209,7 @@ def test_advice(changes: dict[str, object], params: int, link: Link, words: str)
 def test_sections_are_not_advised_where_they_do_not_help(changes: dict[str, object], params: int, link: Link) -> None:
     run = RunConfig.from_dict({**RUN.to_dict(), **changes})
     given = list(advice(run, params, link, estimate_run(run, params, link)))
-    assert given[0].startswith("give --sync-every")
+    assert any(text.startswith("give --sync-every") for text in given)
     assert "--round-sections" not in " ".join(given)
 
 

@@ -32,7 +32,7 @@ from p2ptrain.signals import SIGNALS, interrupt_on_signals
 from p2ptrain.training import checkpoint, job
 from p2ptrain.training.data.prepare import prepare
 from p2ptrain.training.data.tokenizer_file import train_tokenizer
-from p2ptrain.training.join import check_local, join_run
+from p2ptrain.training.join import check_local, fewer_rounds, join_run
 from p2ptrain.training.loop import _size_line
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer, TrainingData
@@ -122,7 +122,7 @@ def test_a_joiner_takes_over_the_runs_settings(session: type[FakeNetworkSession]
 def test_a_peer_that_finds_no_others_says_so_and_starts_the_run(session: type[FakeNetworkSession]) -> None:
     session.live = replace(LIVE, run_id="another")
     lines = _join(initial_peers=MADDR, steps="1")
-    assert lines[0] == "no peers found for run 'r'; starting it (--run-id chooses another run)"
+    assert lines[0].startswith("no peers found for run 'r': it starts here, unless another peer starts it first.")
     assert lines[1] == "started run 'r' (model gpt-demo, 1 steps) as peer QmFake"
 
 
@@ -750,3 +750,9 @@ def test_a_run_that_was_interrupted_ends_as_if_it_was_not(
     assert halves.state["trainer"]["windows"] == whole.state["trainer"]["windows"]
     for name, tensor in whole.state["model"].items():
         assert torch.equal(halves.state["model"][name], tensor)
+
+
+def test_the_last_line_says_if_a_run_made_fewer_rounds_than_its_h_would() -> None:
+    run = RunConfig(run_id="r", sync_every=5, total_steps=1600)
+    assert fewer_rounds(run, 109) == " after 109 of 320 planned rounds"
+    assert fewer_rounds(run, 300) == fewer_rounds(replace(run, sync_every=2000), 1) == ""

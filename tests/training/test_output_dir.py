@@ -45,5 +45,7 @@ def test_a_second_joiner_takes_the_next_directory_but_a_second_founder_does_not(
 
 def test_a_place_that_cannot_be_written_is_refused() -> None:
     Path("file").touch()
-    with pytest.raises(ConfigError, match="directory file cannot be used"), claim_out("file", "run", joins=False):
+    with pytest.raises(ConfigError, match="file is a file; give a directory"), claim_out("file", "r", joins=False):
+        pass
+    with pytest.raises(ConfigError, match="file/in cannot be used"), claim_out("file/in", "run", joins=False):
         pass

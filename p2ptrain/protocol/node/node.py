@@ -120,7 +120,7 @@ class Node:
             swarm_size=lambda: self.membership.size.estimate if self.membership.is_large else 0.0,
         )
         driver = self.driver = RoundDriver(context, rng)
-        self._interval = IntervalWatch(config.sync_every, config.round_sections)
+        self._interval = IntervalWatch(config.sync_every, config.round_sections, config.round_codec)
         rounds = RoundPeers(
             driver.is_candidate,
             driver.may_be_candidate,
@@ -274,7 +274,8 @@ class Node:
         logger.info("round %d %s%s%s", report.round, report.status, who, why)
         if report.status == "committed" and not report.late and not self._exchange.finished:
             exchange = self._exchange
-            if told := self._interval.note(report.wall_s, exchange.sync_every, exchange.step_s, trio.current_time()):
+            interval_s = exchange.sync_every * exchange.step_s
+            if told := self._interval.note(report.wall_s, interval_s, trio.current_time()):
                 interval_logger.warning("%s", told)
 
     def fall_behind(self, reason: str) -> None:

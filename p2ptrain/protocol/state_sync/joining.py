@@ -158,7 +158,7 @@ class Joining:
         if not self._pins.allows_founding(context.peer_id):
             raise TransientError(
                 f"run {context.run.run_id!r}: no peer of it answers, and with a ticket, --founder or --anchor it "
-                "is not started here; check the initial peers"
+                "is not started here; it may have ended, or check the initial peers"
             )
         context.exchange.averaged.read(state.anchor_tensor())
         await context.compute(check_founding, state.anchor, space)

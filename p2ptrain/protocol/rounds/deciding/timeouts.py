@@ -42,8 +42,10 @@ SHARE_OF_INTERVAL = 0.1
 # With sections that is a tenth of the time between two rounds of one section, but above half of its interval a round
 # leaves no room for a slow one (guess).
 MOST_SHARE = 0.5
-# The median of so many rounds counts: one that was slow says nothing about H.
-WATCHED_ROUNDS = 3
+# The median of so many rounds counts: those while a peer joins are slow, and say nothing about H.
+WATCHED_ROUNDS = 5
+# No other codec has clearly fewer bytes than these.
+FEWEST_BYTES = ("int2", "topk")
 # H cannot change in a run, so that more often would not help.
 AGAIN_AFTER_S = 3600.0
 
@@ -140,42 +142,46 @@ def fewest_steps(round_s: float, step_s: float, sections: int = 1) -> int:
 
 
 class IntervalWatch:
-    """The seconds that this peer's last rounds took.
+    """The seconds that this peer's last rounds and their intervals took.
 
     Args:
         sync_every: the run's H.
         sections: of which each round averages one.
+        round_codec: of the run.
     """
 
-    def __init__(self, sync_every: int, sections: int) -> None:
+    def __init__(self, sync_every: int, sections: int, round_codec: str) -> None:
         self._sync_every = sync_every
         self._sections = sections
+        self._ways = ["more --round-sections"]
+        if round_codec not in FEWEST_BYTES:
+            self._ways.append("a --round-codec with fewer bytes")
         self._rounds_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
+        self._intervals_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
         self._told_s = -math.inf
 
-    def note(self, round_s: float, own_sync_every: int, step_s: float, now: float) -> str:
+    def note(self, round_s: float, interval_s: float, now: float) -> str:
         """A round has landed. Returns a warning if rounds take too much of the interval; empty if not, or told lately.
 
         Args:
             round_s: from its first attempt to its landing.
-            own_sync_every: this peer's inner steps in an interval: more than the run's H if it is faster than others.
-            step_s: duration of one of them.
+            interval_s: what this peer's inner steps of an interval take.
         """
         self._rounds_s.append(round_s)
-        usual_s, interval_s = statistics.median(self._rounds_s), own_sync_every * step_s
-        is_long_enough = usual_s <= allowed_share(self._sections) * interval_s
+        self._intervals_s.append(interval_s)
+        usual_s, between_s = statistics.median(self._rounds_s), statistics.median(self._intervals_s)
+        is_long_enough = usual_s <= allowed_share(self._sections) * between_s
         if (
             is_long_enough
-            or not interval_s
+            or not between_s
             or len(self._rounds_s) < WATCHED_ROUNDS
             or now - self._told_s < AGAIN_AFTER_S
         ):
             return ""
         self._told_s = now
-        enough = fewest_steps(usual_s, interval_s / self._sync_every, self._sections)
+        enough = fewest_steps(usual_s, between_s / self._sync_every, self._sections)
         return (
-            f"a round takes {usual_s:.2g} s, {100 * usual_s / interval_s:.0f} % of an interval of {own_sync_every} "
-            f"steps of {step_s:.2g} s, and its result lands late, which costs loss. This run keeps its H = "
-            f"{self._sync_every}; give the next one --sync-every {enough} or more, more --round-sections, or a "
-            "--round-codec with fewer bytes"
+            f"a round takes {usual_s:.2g} s, {100 * usual_s / between_s:.0f} % of its interval of {between_s:.2g} s, "
+            f"and its result lands late, which costs loss. This run keeps its H = {self._sync_every}; give the next "
+            f"one {', '.join([f'--sync-every {enough} or more', *self._ways[:-1]])}, or {self._ways[-1]}"
         )

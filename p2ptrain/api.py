@@ -24,6 +24,7 @@ from p2ptrain.peer.session import NetworkSession
 from p2ptrain.settings.access import Access
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.extras import require_extra
+from p2ptrain.settings.initial_peers import nobody_found
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.run_key import read_key, warn_if_shared
 from p2ptrain.settings.setting import shortened
@@ -270,11 +271,7 @@ def join(
             session = failing.enter_context(NetworkSession(network))
             found = session.find_run(run_id, explicit=explicit) if peers else None
             if initial_peers and found is None and resume is None:
-                logger.warning(
-                    "no peers found for run %r: it starts here, unless another peer starts it first. If it should be "
-                    "running, check run_id=, and whether it has ended",
-                    run_id,
-                )
+                logger.warning("%s", nobody_found(run_id, "run_id="))
             run = resolve_run(explicit, found, is_closed=is_closed(network))
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(

@@ -53,7 +53,7 @@ def estimate(settings: Settings, params: str | None, as_json: bool, **given: Any
     else:
         click.echo("\n".join(texts(run, size, link, found)))
         assumed = [f"{s.flag} {s.default:g}" for s in LINK_SETTINGS if s.default and s.field_name not in chosen]
-        if not settings.explicit("sync_every"):
+        if not settings.explicit("sync_every") and not settings.from_preset("sync_every"):
             assumed.append(f"--sync-every {run.sync_every}")
         if assumed:
             click.echo(f"assumed: {', '.join(assumed)}")

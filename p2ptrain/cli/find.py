@@ -16,7 +16,7 @@ import click
 
 from p2ptrain.cli.options import OBSERVING, settings_command
 from p2ptrain.errors import ConfigError, TransientError
-from p2ptrain.monitor.formatting import count
+from p2ptrain.formatting import count
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.settings.initial_peers import ticket_line
 from p2ptrain.settings.peer_config import NetworkConfig
@@ -35,7 +35,8 @@ WIDTH_OF_FILES = 160
 NONE_FOUND = 1  # as grep, and as kubectl for a name that it does not find
 SPLIT = (
     "{} lineages: the swarm is split. Peers of one lineage commit rounds with each other only. They become one lineage "
-    "when they reach each other; if the split stays for minutes, they cannot: run p2ptrain doctor on both sides."
+    "when they reach each other, unless the run was started twice; if the split stays for minutes, run p2ptrain doctor "
+    "on both sides."
 )
 
 

@@ -151,7 +151,7 @@ class PairSteps:
 
 def format_progress(progress: TrainingProgress, pairs: Counter[str] | None = None) -> str:
     """Format one progress line. `pairs`: outer steps by status, in a run with pairs."""
-    from p2ptrain.monitor.formatting import duration
+    from p2ptrain.formatting import duration
 
     length = f"/{progress.total_steps}" if progress.total_steps else ""
     skipped = sum(progress.skipped.values())

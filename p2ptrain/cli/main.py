@@ -97,6 +97,9 @@ def main() -> None:
     except click.UsageError as error:
         if rank:
             return  # rank 0 has the same arguments, and reports it
+        if len(sys.argv) == 1:  # the message is the help
+            click.echo(error.format_message(), err=True)
+            sys.exit(2)
         # click gives no context if an option of a command lacks its value.
         names = [name for name in sys.argv[1:2] if name in cli.commands]
         command = error.ctx.command_path if error.ctx else " ".join(["p2ptrain", *names])

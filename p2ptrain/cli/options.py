@@ -65,12 +65,12 @@ class SettingsCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            name = OTHER_NAMES.get(error.option_name.lstrip("-").replace("-", "_"))
-            is_ours = name is not None and name in {parameter.name for parameter in self.params}
-            near = [SETTINGS[str(name)].flag] if is_ours else list(error.possibilities or ())[:1]
-            if not near:
+            name = OTHER_NAMES.get(error.option_name.lstrip("-").replace("-", "_"), "")
+            is_ours = name in {parameter.name for parameter in self.params}
+            suggested = SETTINGS[name].flag if is_ours else next(iter(error.possibilities or ()), None)
+            if suggested is None:
                 raise
-            message = f"No such option {error.option_name!r}. Did you mean {near[0]!r}?"
+            message = f"No such option {error.option_name!r}. Did you mean {suggested!r}?"
             raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
         except click.UsageError:
             if all(without_secrets(word) == word for word in given):

@@ -26,7 +26,7 @@ from p2ptrain.demo.plan import RUN_ID, make_plan, measure_step_s
 from p2ptrain.demo.plot import save_plot
 from p2ptrain.demo.report import CURVES, SUMMARY, format_report, measure
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.formatting import count
+from p2ptrain.formatting import count
 from p2ptrain.monitor.swarmview import SwarmView
 from p2ptrain.signals import stop_on_signals
 from p2ptrain.training.output_dir import claim_out

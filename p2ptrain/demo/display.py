@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from p2ptrain.monitor.formatting import clock, count, size
+from p2ptrain.formatting import clock, count, size
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.swarmview import SwarmView, Tone
 from p2ptrain.monitor.terminal import Drawing, Row, loss_text, open_terminal, peer_table, progress

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from p2ptrain.monitor.formatting import clock
+from p2ptrain.formatting import clock
 from p2ptrain.monitor.plot_style import COLOURS, plot
 from p2ptrain.monitor.swarmview import SwarmView
 

@@ -15,7 +15,7 @@ from p2ptrain.algorithms.metrics import pairwise_correlation
 from p2ptrain.demo.orchestrator import BOOTSTRAP, IDENTITY, DemoFailedError, peer_directory
 from p2ptrain.demo.plan import DemoPlan
 from p2ptrain.errors import CheckpointError
-from p2ptrain.monitor.formatting import clock, count, size
+from p2ptrain.formatting import clock, count, size
 from p2ptrain.monitor.liveview import REASONS
 from p2ptrain.monitor.peerview import PeerState
 from p2ptrain.monitor.swarmview import BytesPerStep, SwarmView

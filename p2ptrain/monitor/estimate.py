@@ -21,11 +21,11 @@ from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.pairwise import swap_bytes
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.formatting import count, duration, size
+from p2ptrain.formatting import count, seconds, size
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.deciding.timeouts import allowed_share, fewest_steps
+from p2ptrain.protocol.rounds.deciding.timeouts import SMALLER_CODEC, allowed_share, fewest_steps
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Attempt, Join
 from p2ptrain.settings.config import RunConfig
@@ -56,8 +56,6 @@ LIBRARIES_BYTES = 420_000_000
 SHARE_OF_LINK, NOTABLY = 0.25, 0.9
 # Sections to try: those of the measurements (docs/evidence/late.md).
 SECTIONS = 5
-# The next codec to try, from those that did not raise the loss (docs/use/choosing.md).
-SMALLER = {"none": "int8", "fp16": "int8", "int8": "int4"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,12 +236,12 @@ def receivers(run: RunConfig, peers: int) -> int:
 
 
 def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
-    """Yield what the user should change, first what costs no loss; and always the H that suits this link."""
+    """Yield what the user should change, the ways that cost least loss first, and whether H suits this link."""
     sections, event = run.round_sections, event_of(run)[0]
     share = "a tenth" if sections == 1 else f"{100 * allowed_share(sections):.0f} %"
     steps = fewest_steps(found.round_s, link.step_s, sections)
-    is_short = found.share > allowed_share(sections)
-    if not is_short:
+    is_too_frequent = found.share > allowed_share(sections)
+    if not is_too_frequent:
         yield f"H = {run.sync_every} suits this link: {event} takes at most {share} of its interval from {steps} on"
     for name, value in alternatives(run, link):
         other = estimate_run(dataclasses.replace(run, **{name: value}), params, link)
@@ -253,7 +251,7 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
                 f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s, sections)} is "
                 "enough"
             )
-    if is_short:
+    if is_too_frequent:
         yield from _sections_advice(run, params, link, found)
         yield f"give --sync-every {steps} or more: {event} then takes at most {share} of its interval"
     is_too_large = found.fragment_bytes > MAX_PAYLOAD_BYTES
@@ -298,7 +296,7 @@ def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:
     # Gather is for two or three (docs/use/choosing.md).
     if run.averaging == "gather" and min(link.peers, run.max_contributors) > 3:
         yield "averaging", "parts"
-    smaller = None if run.is_pairwise and run.round_codec == "int8" else SMALLER.get(run.round_codec)
+    smaller = None if run.is_pairwise and run.round_codec == "int8" else SMALLER_CODEC.get(run.round_codec)
     if smaller is not None and not run.prune_fraction and run.inner_moments == "local":
         yield "round_codec", smaller
 
@@ -313,9 +311,8 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
     event, round_trips = event_of(run)
     trips = f"{seconds(found.round_trips_s)} for {round_trips} round trips"
     share, interval = f"{100 * found.share:.1f} %", seconds(found.interval_s)
-    of_section = f"; one of {run.round_sections} sections" if run.round_sections > 1 else ""
-    codecs = codecs_of(run) + of_section
-    yield f"{event:<9}{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({codecs})"
+    coded = codecs_of(run) + (f"; one of {run.round_sections} sections" if run.round_sections > 1 else "")
+    yield f"{event:<9}{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({coded})"
     yield (
         f"{'':9}{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {trips}, "
         f"{seconds(found.compute_s)} of compute"
@@ -337,11 +334,6 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
     in_a_round, at_rest = size(found.at_rest_bytes + found.in_a_round_bytes), size(found.at_rest_bytes)
     yield f"memory   {in_a_round} in a round, plus the batch; of that {at_rest} on the GPU if there is one"
     yield from (f"→ {text}" for text in advice(run, params, link, found))
-
-
-def seconds(value: float) -> str:
-    """`0.3 s`, `24 s`, `12 min`."""
-    return f"{value:.1f} s" if value < 9.95 else duration(value)
 
 
 def _slower(link: Link) -> tuple[float, str]:

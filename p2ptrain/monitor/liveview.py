@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from p2ptrain.monitor.formatting import count, duration, short_id, size
+from p2ptrain.formatting import count, duration, short_id, size
 from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.terminal import Drawing, Row, fitting, loss_text, peer_table, progress
 from p2ptrain.protocol.membership.status import PeerStatus

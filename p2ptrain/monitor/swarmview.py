@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms.metrics import pairwise_correlation
-from p2ptrain.monitor.formatting import count, size
+from p2ptrain.formatting import count, size
 from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.run_audit import RoundTable
 from p2ptrain.protocol.event_log.events import Event

@@ -241,8 +241,8 @@ async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) 
     if maddrs_of and not connected:
         found = "; ".join(f"{maddr} ({explain_dial(message)})" for maddr, message in failures.items())
         raise UnreachableError(
-            f"no initial peer can be reached: {found}. Check that the peer is running, that address and port are "
-            "those that it printed, and that no firewall blocks the connection"
+            f"no initial peer can be reached: {found}. Check that the peer is running and the run has not ended, "
+            "that address and port are those that it printed, and that no firewall blocks the connection"
         )
     return connected
 

@@ -202,7 +202,7 @@ class NetworkSession:
                 self.network,
                 LocalPolicy(
                     chosen=self._chosen,
-                    remembered=by_peer_id(config.remembered_peers),
+                    remembered=frozenset(by_peer_id(config.remembered_peers)),
                     pins=self.pins,
                     refusal=self.network.access.refusal,
                     peer_timeout_s=config.peer_timeout_s,

@@ -173,3 +173,11 @@ def _checked(address: str, origin: str) -> str:
     if not separator or not peer_id.isalnum():
         raise ConfigError(f"{origin}: {shortened(address)} does not end in the peer's id; it looks like {EXAMPLE}")
     return address
+
+
+def nobody_found(run_id: str, option: str) -> str:
+    """What to tell a user whose run has no peers that answer. `option`: with which the user names the run."""
+    return (
+        f"no peers found for run {run_id!r}; starting it, unless another peer does so first. If it should exist, check "
+        f"{option}: it may have ended"
+    )

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from p2ptrain.errors import CheckpointError, ConfigError
+from p2ptrain.training.output_dir import DEFAULT_PREFIX
 
 FORMAT = 2
 KEEP = 3
@@ -166,8 +167,11 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
         raise ConfigError(f"{error}; give another checkpoint") from error
     if saved is None:
         fault = "no checkpoint there" if path.exists() else "no such directory"
-        for name in (f"{glob.escape(path.name)}*", "p2ptrain-*"):
-            if siblings := sorted(filter(checkpoints, path.parent.glob(name))):
+        patterns = [f"{glob.escape(path.name)}*"]
+        if path.name.startswith(DEFAULT_PREFIX):
+            patterns += [f"{DEFAULT_PREFIX}*", "*"]  # another run's, or one with --out
+        for pattern in patterns:
+            if siblings := sorted(filter(checkpoints, path.parent.glob(pattern))):
                 raise ConfigError(f"{path}: {fault}; {siblings[0]} has a checkpoint")
         raise ConfigError(f"{path}: {fault}; `p2ptrain join` writes checkpoints every 10 minutes and on Ctrl-C")
     return saved

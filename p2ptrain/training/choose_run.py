@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.errors import CheckpointError, ConfigError, RunMismatchError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.initial_peers import nobody_found
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.settings.table import Settings
 from p2ptrain.signals import interruptible
@@ -108,10 +109,7 @@ def choose_run(
         settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)
     run = settle_run(settings, found, ours, out)
     if session.knows_others and not found and not saved:
-        say(
-            f"no peers found for run {run_id!r}: it starts here, unless another peer starts it first. If it should be "
-            "running, check --run-id, and whether it has ended"
-        )
+        say(nobody_found(run_id, "--run-id"))
     if saved and found is None and run.is_over_at(saved.step):
         say(f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out")
         return None

@@ -40,7 +40,7 @@ from p2ptrain.training.known_peers import open_session, write_known_peers
 from p2ptrain.training.loop import TrainingEnd, take_part
 from p2ptrain.training.memory import check_tokens
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
-from p2ptrain.training.output_dir import claim_out
+from p2ptrain.training.output_dir import DEFAULT_PREFIX, claim_out
 from p2ptrain.training.parallel import check_fsdp
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.training.progress import TrainingProgress
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 IDENTITY_FILE = "identity.key"
 METRICS_FILE = "metrics.jsonl"
+# A finished run with fewer rounds than this share of those that its H plans says so (guess).
+NOTABLE_SHARE = 0.9
 
 
 def check_local(settings: Settings, launch: Launch = ONE_PROCESS) -> tuple[Source, torch.device]:
@@ -127,6 +129,8 @@ def join_run(
 
             show = take_port(config.dashboard, settings.page_config(), stack)
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
+        if config.out is None and out.name != f"{DEFAULT_PREFIX}{run_id}":
+            say(f"{DEFAULT_PREFIX}{run_id} is in use; to continue this peer later, add --out {out}")
         saved = read_saved(out, settings, config)
         if config.log is not None:
             watching.append(stack.enter_context(closing(open_tracker(config.log, out, run_id))))
@@ -196,30 +200,25 @@ def join_run(
 
         job, saved = dataclasses.replace(job, saved=None), None  # free it: gigabytes for a large model
         end = take_part(job, trainer, ranks, member, say=say, on_progress=progressed)
-        say(_end_line(end, peer.run_step, out, chosen.tokenizer, fewer_rounds(run, peer.round)))
+        say(_end_line(end, run, peer.run_step, peer.round, out, chosen.tokenizer))
 
 
-def fewer_rounds(run: RunConfig, rounds: int) -> str:
-    """A remark for the last line where a finished run made notably fewer rounds than its H would; else empty."""
-    planned = run.total_steps // run.sync_every
-    return "" if run.is_pairwise or rounds >= 0.9 * planned else f" after {rounds} of {planned} planned rounds"
-
-
-def _end_line(end: TrainingEnd, step: int, out: Path, tokenizer: Tokenizer, fewer: str) -> str:
+def _end_line(end: TrainingEnd, run: RunConfig, step: int, rounds: int, out: Path, tokenizer: Tokenizer) -> str:
     """The last line for the user: how training ended, and what to do next."""
-    hint = "run the same command again to continue"
+    hint, of_rounds = "run the same command again to continue", ""
     if end.reason == "finished":
         hint = f"try: p2ptrain generate {out}"
         if tokenizer.identity == IDS:
             hint += " --tokenizer FILE.json"
-    else:
-        fewer = ""
+        planned = run.total_steps // run.sync_every
+        if not run.is_pairwise and rounds < NOTABLE_SHARE * planned:
+            of_rounds = f" after {rounds} of {planned} planned rounds"
     loss = ""
     if end.eval_loss is not None:
         perplexity = math.exp(min(end.eval_loss, 99.0))
         loss = f": held-out {end.eval_loss:.3f} (perplexity {perplexity:.1f}) after the last round"
     saved = "saved" if (out / checkpoint.name_of(step)).exists() else "not saved"
-    return f"{end.reason} at step {step}{fewer}{loss}, {saved} in {out}; {hint}"
+    return f"{end.reason} at step {step}{of_rounds}{loss}, {saved} in {out}; {hint}"
 
 
 def _init_weights(model: nn.Module, job: Job, *, is_live: bool, knows_others: bool) -> str:

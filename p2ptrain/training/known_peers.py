@@ -75,5 +75,9 @@ def open_session(
             return NetworkSession(known, alone=True)
         if not remembered:
             raise
-        say(f"none of the peers saved in {KNOWN_PEERS_FILE} can be reached")
+        text = f"none of the peers saved in {KNOWN_PEERS_FILE} can be reached"
+        if not network.initial_peers:
+            text += ", and this peer has no checkpoint: the run starts again at step 0. To continue it, stop this "
+            text += "peer, and start one that has a checkpoint first"
+        say(text)
         return NetworkSession(network)

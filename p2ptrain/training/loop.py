@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from p2ptrain.errors import CheckpointError, TransientError
-from p2ptrain.monitor.formatting import count
+from p2ptrain.formatting import count
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.model_defaults import model_defaults
 from p2ptrain.settings.peer_config import PeerConfig

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.formatting import size
+from p2ptrain.formatting import size
 
 # The float32 weights of a model that is being built.
 PARAMETER_BYTES = 4

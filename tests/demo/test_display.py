@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from p2ptrain.demo.display import open_display, render
-from p2ptrain.monitor.formatting import clock, count, size
+from p2ptrain.formatting import clock, count, size
 from p2ptrain.monitor.swarmview import SwarmView
 from tests.demo import metrics
 from tests.demo.metrics import BEGAN_S, small_swarm

@@ -21,8 +21,8 @@ from tests.peer.pair import DEADLINE_S, Pair
 
 STEPS = 3
 ATTEMPTS = 3
-# The last round is a plain average, so that the weights in the end are known. Fragments are exchanged meanwhile. Without
-# the guard: of a handful of weights, a peer's outer gradient may by chance be three times the other's.
+# The last round is a plain average, so that the weights in the end are known. Fragments are exchanged meanwhile.
+# Without the guard: of a handful of weights, a peer's outer gradient may by chance be three times the other's.
 RUN = RunConfig(
     run_id="models", sync_every=STEPS, total_steps=STEPS, fragment_fraction=0.1, round_codec="none",
     round_guard="off",

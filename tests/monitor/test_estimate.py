@@ -153,7 +153,9 @@ def test_with_the_advised_interval_a_round_takes_a_tenth_of_it() -> None:
         run = dataclasses.replace(RUN, sync_every=given)
         found = estimate_run(run, GPT2, link)
         assert (found.share <= 0.1) == (given == steps)
-        assert any(text.startswith(words) for text in advice(run, GPT2, link, found))
+        given_advice = list(advice(run, GPT2, link, found))
+        assert any(text.startswith(words) for text in given_advice)
+        assert (given == steps) == given_advice[0].startswith(words)
 
 
 def test_sections_share_the_bytes_and_an_interval_of_each_counts() -> None:
@@ -194,6 +196,18 @@ def test_advice(changes: dict[str, object], params: int, link: Link, words: str)
     run = RunConfig.from_dict({**RUN.to_dict(), **changes})
     given = list(advice(run, params, link, estimate_run(run, params, link)))
     assert any(text.startswith(words) for text in given), given
+
+
+def test_what_costs_least_loss_is_advised_first() -> None:
+    run, link = dataclasses.replace(RUN, sync_every=200, averaging="gather"), Link(rate_mbit=20)
+    given = " ".join(advice(run, GPT2, link, estimate_run(run, GPT2, link)))
+    ways = re.findall(r"(?:with|give) --([a-z-]+)", given)
+    assert ways[:4] == ["averaging", "round-codec", "round-sections", "sync-every"]
+
+
+def test_a_round_of_a_section_says_so() -> None:
+    run = dataclasses.replace(RUN, sync_every=200, round_sections=5)
+    assert "(int8; one of 5 sections)" in " ".join(texts(run, GPT2, Link(), estimate_run(run, GPT2, Link())))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from p2ptrain.monitor.formatting import duration
+from p2ptrain.formatting import duration
 from p2ptrain.monitor.liveview import REASONS, LiveView
 from p2ptrain.protocol.membership.status import PeerStatus
 from p2ptrain.protocol.wire.text import shown

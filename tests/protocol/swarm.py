@@ -164,7 +164,7 @@ class Swarm:
     def start(
         self, peer_id: str, *, founder: bool = False, step_s: float = 0.1, restored: Restored | None = None,
         run: RunConfig | None = None, restarts: bool = False, key: RunKey | None = None, chosen: Collection[str] = (),
-        tokenizer: bytes = b"",
+        remembered: Collection[str] = (), tokenizer: bytes = b"",
     ) -> TestPeer:  # fmt: skip
         """Put a peer into the swarm; `restarts` as a `NodeRunner` keeps it, so that its errors are not the test's.
 
@@ -197,7 +197,7 @@ class Swarm:
             node = Node(
                 RunSpec(run, tokenizer, closed),
                 NetworkAccess(transport, self.network.directory(peer_id), transport.bulk),
-                LocalPolicy(chosen=chosen),
+                LocalPolicy(chosen=chosen, remembered=remembered),
                 NodeStart(incarnation_of(incarnation, number), rng, may_found, restored),
                 exchange=exchange,
                 buffers=ModelBuffers(bytes, load_no_buffers),

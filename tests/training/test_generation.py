@@ -108,7 +108,7 @@ def test_a_directory_beside_it_that_has_a_checkpoint_is_named(tmp_path: Path, fa
 
 def test_where_the_default_directory_is_missing_another_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "p2ptrain-plays" / "checkpoint-7").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="no such directory; .*p2ptrain-plays has a checkpoint"):
+    with pytest.raises(ConfigError, match=r"no such directory; .*p2ptrain-plays has a checkpoint"):
         load_model(tmp_path / "p2ptrain-p2ptrain")
 
 

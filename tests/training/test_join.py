@@ -24,16 +24,18 @@ from safetensors.torch import save_file
 
 from p2ptrain.errors import ConfigError, RunMismatchError, UnreachableError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.initial_peers import nobody_found
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.run_key import RunKey, make_key_file
 from p2ptrain.settings.table import merge
 from p2ptrain.settings.ticket import Ticket, ticket_text
 from p2ptrain.signals import SIGNALS, interrupt_on_signals
 from p2ptrain.training import checkpoint, job
+from p2ptrain.training.data import Characters
 from p2ptrain.training.data.prepare import prepare
 from p2ptrain.training.data.tokenizer_file import train_tokenizer
-from p2ptrain.training.join import check_local, fewer_rounds, join_run
-from p2ptrain.training.loop import _size_line
+from p2ptrain.training.join import _end_line, check_local, join_run
+from p2ptrain.training.loop import TrainingEnd, _size_line
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer, TrainingData
 from tests.fakes import MADDR, FakeNetworkSession, FakePeer
@@ -122,7 +124,7 @@ def test_a_joiner_takes_over_the_runs_settings(session: type[FakeNetworkSession]
 def test_a_peer_that_finds_no_others_says_so_and_starts_the_run(session: type[FakeNetworkSession]) -> None:
     session.live = replace(LIVE, run_id="another")
     lines = _join(initial_peers=MADDR, steps="1")
-    assert lines[0].startswith("no peers found for run 'r': it starts here, unless another peer starts it first.")
+    assert lines[0] == nobody_found("r", "--run-id")
     assert lines[1] == "started run 'r' (model gpt-demo, 1 steps) as peer QmFake"
 
 
@@ -322,7 +324,7 @@ def test_a_restarted_founder_finds_the_others_again(session: type[FakeNetworkSes
     shutil.rmtree("p2ptrain-r/checkpoint-2")
     lines = _join(steps="2")
     assert (session.opened.remembered_peers, session.alone) == ((), False)
-    assert lines[0] == "none of the peers saved in peers.txt can be reached"
+    assert lines[0].startswith("none of the peers saved in peers.txt can be reached, and this peer has no checkpoint: ")
 
 
 def test_a_restarted_joiner_that_finds_no_peers_continues_from_its_checkpoint(
@@ -752,7 +754,17 @@ def test_a_run_that_was_interrupted_ends_as_if_it_was_not(
         assert torch.equal(halves.state["model"][name], tensor)
 
 
-def test_the_last_line_says_if_a_run_made_fewer_rounds_than_its_h_would() -> None:
-    run = RunConfig(run_id="r", sync_every=5, total_steps=1600)
-    assert fewer_rounds(run, 109) == " after 109 of 320 planned rounds"
-    assert fewer_rounds(run, 300) == fewer_rounds(replace(run, sync_every=2000), 1) == ""
+@pytest.mark.parametrize(
+    ("reason", "rounds", "sync_every", "said"),
+    [
+        ("finished", 109, 5, "finished at step 1600 after 109 of 320 planned rounds, not saved in "),
+        ("finished", 300, 5, "finished at step 1600, not saved in "),
+        ("finished", 1, 2000, "finished at step 1600, not saved in "),
+        ("interrupted", 109, 5, "interrupted at step 1600, not saved in "),
+    ],
+)
+def test_the_last_line_says_if_a_run_made_fewer_rounds_than_its_h_planned(
+    tmp_path: Path, reason: Any, rounds: int, sync_every: int, said: str
+) -> None:
+    run = RunConfig(run_id="r", sync_every=sync_every, total_steps=1600)
+    assert _end_line(TrainingEnd(reason), run, 1600, rounds, tmp_path, Characters()).startswith(said)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.monitor.formatting import short_id
+from p2ptrain.formatting import short_id
 from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.run_audit import RoundView
 from p2ptrain.monitor.swarmview import SwarmView

@@ -16,9 +16,9 @@ import torch
 
 from p2ptrain import __version__
 from p2ptrain.algorithms import kernels
+from p2ptrain.formatting import count, size
 from p2ptrain.monitor.doctor.finding import Finding, Mark, ok, warning
 from p2ptrain.monitor.estimate import at_rest_bytes, in_a_round_bytes
-from p2ptrain.monitor.formatting import count, size
 from p2ptrain.settings.machine import free_memory_bytes, usable_cores
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.formatting import count, short_id
 from p2ptrain.monitor.doctor.finding import Finding, Mark, failed, ok, warning
-from p2ptrain.monitor.formatting import count, short_id
 from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
 from p2ptrain.network.probe import DialBack, InitialPeer, Probe
 from p2ptrain.network.ways import Interface, Way

@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 # Interval of lookups of two keys, which are cheap. Partners' heartbeats also name new peers.
 LOOKUP_EVERY_S = 5.0
-# Interval of lookups of all keys, until a member is found.
+# Interval of lookups of all keys, until a member is found; while none has the run's state, also until all were looked
+# up after our announcement.
 EAGER_LOOKUP_S = 0.5
 # For this long, a joiner that is linked with a peer that has the state opens few more links: it needs few donors
 # (guess).
@@ -224,7 +225,7 @@ class Membership:
 
     @property
     def undecided(self) -> bool:
-        """Whether the first dial of an announced peer has not ended yet: that peer may have the run's state."""
+        """Whether the first dial of an announced or remembered peer has not ended: it may have the run's state."""
         untried = any(self._links.get(peer) is None and self._is_untried(peer) for peer in self.known)
         return untried or self._overrun
 
@@ -278,7 +279,9 @@ class Membership:
 
     async def _discover(self) -> None:
         while True:
-            eager = not self._linked() or (self._joining and not self.looked_up_again.is_set())
+            linked = self._linked()
+            may_found = self._joining and not any(map(self._has_state, linked))
+            eager = not linked or (may_found and not self.looked_up_again.is_set())
             was_announced = self.announced.is_set()
             buckets = range(BUCKETS) if eager else self._due_buckets()
             done: set[int] = set()
@@ -386,6 +389,7 @@ class Membership:
         with self._looking_up.containing("dialling members"):
             # A peer that others only named may not be announced.
             is_counted = member.dials == 0 and not member.cut_short and not member.teller
+            is_counted = is_counted and peer_id not in self._remembered
             member.cut_short = reached = False
             try:
                 with trio.move_on_after(timeout_s) as scope:

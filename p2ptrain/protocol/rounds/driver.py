@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
 import trio
@@ -76,6 +76,7 @@ class RoundDriver:
         self._landed: m.Landed | None = None
         self._voter_ids: frozenset[PeerId] = frozenset()
         self._leaving = False
+        self._is_following = False
         self._deferred: dict[tuple[PeerId, type[m.Message]], m.Message] = {}
         self._changed = trio.Event()
 
@@ -227,6 +228,16 @@ class RoundDriver:
         is_it = commit is not None and (commit.record.lineage, commit.record.round) == (lineage, round_)
         return commit if is_it else None
 
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """While another state is compared and downloaded, call no first round, after which we would keep ours."""
+        self._is_following = True
+        try:
+            yield
+        finally:
+            self._is_following = False
+            self.changed()
+
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Hold rounds off while the whole state is replaced; waits until a round that is being applied has landed."""
@@ -362,7 +373,7 @@ class RoundDriver:
 
     def _waits(self, now: float) -> bool:
         is_landing = self._head_votes.is_landing(self.context.liveness.present())
-        return self._schedule.waits(self.head, now, is_landing=is_landing)
+        return self._schedule.waits(self.head, now, is_landing=is_landing, is_following=self._is_following)
 
     def _call(self, now: float) -> float:
         due = self._schedule.due(self.head, self._attempts.failed, now)

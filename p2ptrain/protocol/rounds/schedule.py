@@ -29,7 +29,10 @@ OVERTAKEN_S, MAX_OVERTAKEN_S = 10.0, 60.0
 # A peer that has begun a lineage for the last round of a run with pairwise steps waits this long for one other to
 # follow: partners compare histories every 10 s.
 FOLLOWERS_PATIENCE_S = 30.0
-# In such a run the last round waits this long for half of the linked members to be due (guess).
+# A peer without a round that downloads another start's state calls none for this long at most (guess): 1.5 GB at
+# 20 Mbit/s.
+FOLLOWING_PATIENCE_S = 600.0
+# In a run with pairwise steps the last round waits this long for half of the linked members to be due (guess).
 MEMBERS_PATIENCE_S = 60.0
 # A Join is sent by the end of the window; on a busy machine it may take this long to arrive (guess).
 JOIN_GRACE_S = 0.5
@@ -115,17 +118,20 @@ class Schedule:
         if not self._context.exchange.round_due:
             self._due_from_s = now
 
-    def waits(self, head: Head, now: float, *, is_landing: bool) -> bool:
+    def waits(self, head: Head, now: float, *, is_landing: bool, is_following: bool) -> bool:
         """Whether to delay our next Call for peers that the round would overtake.
 
         A round changes the state that joiners download. A peer that is alone therefore waits while they make progress.
         A slow joiner must not delay other members: they wait only for one that rounds have overtaken, as it might never
         get the state, and for a voter that has not landed the last round (`is_landing`), whose parts would be gone.
-        With pairwise steps, a peer also waits for peers of another lineage, which follow.
+        With pairwise steps, a peer also waits for peers of another lineage, which follow. Before its first round, one
+        that downloads another start's state (`is_following`) waits for that.
         """
         exchange, host = self._context.exchange, self._context.host
         if not exchange.round_due:
             return False
+        if is_following and head.round < 0 and now - self._head_s < FOLLOWING_PATIENCE_S:
+            return True
         if self._context.run.is_pairwise and not host.lineage_peers() and self._context.links.trainers():
             # The one round of the run is not for us alone, because we have founded a lineage for it.
             return now - self._began_s < FOLLOWERS_PATIENCE_S

@@ -74,7 +74,12 @@ class Restored:
 
 
 class Joining:
-    """Establishes the state of a peer when it starts. `founded`: whether this peer founded the run."""
+    """Establishes the state of a peer when it starts.
+
+    Attributes:
+        founded: whether this peer founded the run.
+        from_initial_peer: whether its state came from a peer that the user named.
+    """
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class Joining:
         pins: Pins,
     ) -> None:
         self.founded = False
+        self.from_initial_peer = False
         self._driver = driver
         self._context = driver.context
         self._membership = membership
@@ -158,7 +164,7 @@ class Joining:
         if not self._pins.allows_founding(context.peer_id):
             raise TransientError(
                 f"run {context.run.run_id!r}: no peer of it answers, and with a ticket, --founder or --anchor it "
-                "is not started here; it may have ended, or check the initial peers"
+                "is not started here; check the initial peers, and whether it has ended"
             )
         context.exchange.averaged.read(state.anchor_tensor())
         await context.compute(check_founding, state.anchor, space)
@@ -170,9 +176,10 @@ class Joining:
     def _should_found(self, started: float) -> bool:
         """Whether it is our turn to found the run, or a lineage that continues from our checkpoint.
 
-        We found the run if all known peers were dialled, none has a state or a checkpoint, and our id is the lowest. We
-        continue from our checkpoint if all known peers were dialled and none has a state, or if their state is older.
-        Peers with checkpoints take turns in the order of ids, and the others adopt the lineage of the first one.
+        We found the run if all keys were looked up after our announcement, all known peers were dialled, none has a
+        state or a checkpoint, and our id is the lowest. We continue from our checkpoint if all known peers were dialled
+        and none has a state, or if their state is older. Peers with checkpoints take turns in the order of ids, and the
+        others adopt the lineage of the first one.
         """
         membership, waited_s = self._membership, trio.current_time() - started
         looked_up = membership.looked_up_again.is_set() and not membership.undecided
@@ -223,6 +230,8 @@ class Joining:
                 return "theirs"
             self._is_ahead = True
             return "ours"
+        if restored.head.round < 0:
+            return "theirs"  # as if we joined for the first time: nothing was averaged yet
         if donor.peer_id in self._context.links.chosen:
             logger.warning(
                 "the checkpoint is of another start of run %r, or too old to be compared; taking the state of initial "
@@ -295,6 +304,7 @@ class Joining:
                 donors = self._donors() or donors
         self._download = None
         self._skipped.clear()
+        self.from_initial_peer = donors[0].peer_id in context.links.chosen
         self._driver.adopt(adopted, History(adopted.genesis, entries))
         if restored is not None and restored.head.state_hash == adopted.head.state_hash:
             await land_state(
@@ -307,14 +317,16 @@ class Joining:
         """Download the donors' state, and the history that leads to it. Raises PeerLostError, WireError."""
         signed = await ask_head(self._context, donors[0], self._times_overtaken)
         entries: list[Entry] = []
+        restored = self._restored
 
         async def fetch_history() -> None:
-            ours = self._restored.history.entries if self._restored is not None else ()
+            ours = restored.history.entries if restored is not None else ()
             theirs = await ask_history(self._context, donors[0], signed.head, ours)
             # Their part alone may begin after the pinned record, as it begins at an entry of ours.
             found = merged(ours, theirs)
             self._pins.check(signed.genesis, found)
-            if ours and shared(ours, theirs) is None and donors[0].peer_id not in self._context.links.chosen:
+            may_differ = restored is None or restored.head.round < 0 or donors[0].peer_id in self._context.links.chosen
+            if not may_differ and shared(ours, theirs) is None:
                 raise PeerLostError(f"{donors[0].peer_id}: its history is not that of our checkpoint")
             entries.extend(found)
 

@@ -208,6 +208,15 @@ def is_preferred(
     return was_alone(ours) and (not was_alone(theirs) or rank_of(other) > rank_of(head))
 
 
+def is_larger_start(head: Head, other: Head | Beat, here: int, there: int) -> bool:
+    """Whether a peer without a round leaves its start of the run for another one, of which nothing is proved.
+
+    The larger one goes on; of two as large that which has a round, else that with the smaller id. Counts of peers are
+    of the links of this peer, itself among `here`, so that a stranger alone wins no swarm.
+    """
+    return (there, other.round >= 0, other.genesis < head.genesis) > (here, False, False)
+
+
 def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:
     """Sort key of states. The largest has most tokens, then the youngest lineage, the latest round, the smallest id."""
     return (

@@ -7,9 +7,8 @@ whole state. When two lineages meet, their histories decide (`rounds.deciding.hi
 from __future__ import annotations
 
 import logging
-import math
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 import trio
@@ -27,6 +26,7 @@ from p2ptrain.protocol.state_sync.provenance import (
     ask_head,
     ask_history,
     delaying_rounds,
+    is_larger_start,
     is_preferred,
     rank_of,
 )
@@ -46,8 +46,8 @@ RETRY_S = 2.0
 REFUSED_RETRY_S = 10.0
 # The same if a round came first (guess): short, because partners delay their next round for us.
 OVERTAKEN_RETRY_S = 0.25
-# Peers of another start of the run may still follow us, or we one of them. After this long they will not.
-APART_S = 10.0
+# A peer of another start of the run may still follow us, as it named one of us. After this long it will not (guess).
+OTHER_START_S = 10.0
 
 
 class StateSync:
@@ -75,8 +75,8 @@ class StateSync:
         self._times_overtaken = 1
         # Outcome of the current job: "refused", "overtaken", "not now", or "".
         self._outcome = ""
-        # The founding of our run, and since when there is a peer of another one; inf once the user was told.
-        self._apart = "", 0.0
+        # Another start of the run that will not become ours, since when, and whether the user was told of any.
+        self._other_start, self._other_since_s, self._told_other_start = "", 0.0, False
         # Waiting jobs by partner ("" for any): the link, the reason, and our head when it was queued.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
@@ -123,9 +123,16 @@ class StateSync:
 
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
+        head = self._driver.head
+        if beat.lineage and beat.genesis != head.genesis:
+            if head.round >= 0 and beat.round >= 0:
+                self._note_other_start(link, beat.genesis)
+            # The moment at which it becomes the larger one must not fall into a pause after a refusal.
+            if head.round < 0 and not self._is_named(link) and not self._follows_start(beat):
+                return
         if not self._driver.may_follow(link):
             return
-        if beat.lineage != self._driver.head.lineage:
+        if beat.lineage != head.lineage:
             self._begin(link, f"lineage {shown(beat.lineage)} goes on, ours does not")
         elif not self._driver.committer.resolving:
             self._begin(link, "the next round cannot be followed by its record")
@@ -170,7 +177,7 @@ class StateSync:
         the new state is complete and verified, so a false claim does not stop them.
         """
         for donor in [link] if link is not None else self._elsewhere():
-            with self._context.links.containing(donor, "comparing histories"):
+            with self._context.links.containing(donor, "comparing histories"), self._driver.following():
                 try:
                     if await self._replace_from(donor, reason):
                         self._driver.trust_claims(donor.peer_id)
@@ -205,12 +212,10 @@ class StateSync:
             entries = await ask_history(context, donor, head, driver.history.entries)
             if not self._prefers(donor, head, entries):
                 self._download = None
-                if signed.head.genesis != driver.head.genesis:
-                    self._tell_apart(donor, founder=signed.genesis.founder)
                 return False
             self._check_pins(signed.genesis, entries)
-            is_kept = head.genesis == driver.head.genesis or head.state_hash == driver.head.state_hash
-            kept = "; our weights are kept, and count in the next round" if is_kept else ""
+            keeps_weights = head.genesis == driver.head.genesis or head.state_hash == driver.head.state_hash
+            kept = "; our weights are kept, and count in the next round" if keeps_weights else ""
             rounds = (driver.head.round, head.round)
             logger.info("replacing our state: %s (round %d instead of %d)%s", reason, rounds[1], rounds[0], kept)
             # A new lineage may begin with the state that we have; otherwise download.
@@ -235,7 +240,9 @@ class StateSync:
             elif context.run.is_pairwise:
                 run_step = context.exchange.run_step  # pairwise steps have brought us further than the head's round
             self._download = None
-            kind: LandingKind = "keep" if is_kept else "write"
+            kind: LandingKind = "keep" if keeps_weights else "write"
+            if head.genesis != driver.head.genesis:
+                self.joining.from_initial_peer = self._is_named(donor)
             driver.adopt(signed, History(signed.genesis, merged(driver.history.entries, entries)))
             await land_state(driver, self._record, kind, reason, run_step)
         return True
@@ -243,18 +250,56 @@ class StateSync:
     def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:
         """Whether to continue from a partner's head, or (None) from one that our user gave."""
         driver = self._driver
+        ours = driver.history.entries
         # We may have voted at this position already. No honest donor reports such a head.
         if not driver.past_heads.may_adopt(head):
             return False
+        if not self._is_named(donor) and driver.head.round < 0 and shared(ours, entries) is None:
+            return self._follows_start(head)
         # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
         present = () if driver.has_ended else self._context.liveness.present()
         return is_preferred(
             driver.head,
-            driver.history.entries,
+            ours,
             head,
             entries,
             {peer_id for peer_id, incarnation in driver.head.voters if (peer_id, incarnation) in present},
-            is_trusted=donor is None or self._is_trusted(donor),
+            is_trusted=self._is_named(donor) or not (self._context.links.chosen or self._started_here()),
+        )
+
+    def _is_named(self, donor: Link | None) -> bool:
+        """Whether the user named this peer as an initial peer, or (None) gave its state."""
+        return donor is None or donor.peer_id in self._context.links.chosen
+
+    def _started_here(self) -> bool:
+        """Whether our user started the run: this peer founded it, and knew no peer to ask."""
+        is_founder = self.run_founder == self._context.peer_id
+        return self._may_found or (is_founder and not self._context.links.chosen)
+
+    def _follows_start(self, other: Head | Beat) -> bool:
+        """Whether to leave our start of the run, which has no round yet, for a stranger's.
+
+        Joining, we would have taken that one, unless we started the run, or it is that of an initial peer.
+        """
+        genesis, chosen = self._driver.head.genesis, self._context.links.chosen
+        if self._started_here() or self.joining.from_initial_peer or self.run_founder in chosen:
+            return False
+        peers = Counter(link.beat.genesis for link in self._context.links.trainers() if link.beat and link.beat.lineage)
+        return is_larger_start(self._driver.head, other, 1 + peers[genesis], peers[other.genesis])
+
+    def _note_other_start(self, link: Link, genesis: str) -> None:
+        """Warn, once, if another start of this run has rounds of its own, and still has after OTHER_START_S."""
+        now = trio.current_time()
+        if genesis != self._other_start:
+            self._other_start, self._other_since_s = genesis, now
+        if self._told_other_start or now - self._other_since_s < OTHER_START_S:
+            return
+        self._told_other_start = True
+        logger.warning(
+            "%s trains another start of run %r: the swarm is split, and only peers of one start average with each "
+            "other. Restart the peers of one of them with the address of a peer of the other",
+            link.peer_id,
+            self._context.run.run_id,
         )
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
@@ -263,34 +308,6 @@ class StateSync:
             self._pins.check(genesis, entries)
         else:  # it continues ours, which may no longer reach back to the pinned record
             self._pins.check_founder(genesis)
-
-    def _is_trusted(self, donor: Link) -> bool:
-        """Whether this peer's state may replace ours though the histories share nothing.
-
-        A user who names initial peers trusts these, and one who joined without naming any trusts all. So does a peer
-        that joined through a bootstrap node, before its first round: it adopted, or would have, any peer's state.
-        """
-        chosen = self._context.links.chosen
-        if donor.peer_id in chosen or self._may_found:
-            return donor.peer_id in chosen
-        is_led = any(link.peer_id in chosen for link in self._context.links.trainers())
-        return not chosen or (self._driver.head.round < 0 and not is_led)
-
-    def _tell_apart(self, donor: Link, *, founder: PeerId) -> None:
-        """Warn, once, if a peer trains another start of this run, and goes on doing so."""
-        genesis, since_s = self._apart
-        if genesis != self._driver.head.genesis:
-            genesis, since_s = self._driver.head.genesis, trio.current_time()
-        if trio.current_time() - since_s >= APART_S:
-            since_s = math.inf
-            logger.warning(
-                "%s trains another start of run %r, which %s founded: the swarm is split, and only peers of one start "
-                "average with each other. Restart the peers of one of them with the address of a peer of the other",
-                donor.peer_id,
-                self._context.run.run_id,
-                shown(founder),
-            )
-        self._apart = genesis, since_s
 
     async def can_restore(self, restored: Restored) -> bool:
         """Whether a checkpoint's state is ahead of ours. Raises RunMismatchError if it is of an unwanted run."""

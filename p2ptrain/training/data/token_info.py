@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.formatting import count
+from p2ptrain.formatting import count
 from p2ptrain.training.checkpoint import file_sha256
 from p2ptrain.training.data.meta import META_FILE, read_meta
 from p2ptrain.training.data.token_files import TokenFile, open_tokens

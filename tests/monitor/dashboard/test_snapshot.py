@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from p2ptrain.formatting import short_id
 from p2ptrain.monitor.dashboard import snapshot
 from p2ptrain.monitor.dashboard.snapshot import POINTS, RANGES, curves
-from p2ptrain.monitor.formatting import short_id
 from p2ptrain.monitor.peerview import MOST_POINTS, MOST_RECENT, Curve, PeerView
 from p2ptrain.monitor.swarmview import MOST_PEERS, SwarmView
 from p2ptrain.protocol.event_log.observer import Batch, Sighting, View

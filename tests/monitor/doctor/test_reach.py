@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.formatting import short_id
 from p2ptrain.monitor.doctor.finding import Finding, Mark, failed
 from p2ptrain.monitor.doctor.reach import (
     AddressKind,
@@ -20,7 +21,6 @@ from p2ptrain.monitor.doctor.reach import (
     check_ways,
     kind_of,
 )
-from p2ptrain.monitor.formatting import short_id
 from p2ptrain.network.probe import DialBack, InitialPeer, Probe
 from p2ptrain.network.ways import Interface, Way
 from p2ptrain.protocol.membership.status import MemberInfo

@@ -83,6 +83,8 @@ def check_head(head: Head) -> None:
         raise WireError(f"a head of lineage {head.lineage[:40]!r} from genesis {head.genesis[:40]!r}")
     if not all(0 <= count <= MAX_COUNT for count in (head.round + 1, head.run_step, head.tokens_total)):
         raise WireError(f"a head at round {head.round}, step {head.run_step} of the run, {head.tokens_total} tokens")
+    if head.round < 0 and (head.run_step, head.tokens_total) != (0, 0):
+        raise WireError(f"a head before the first round, at step {head.run_step}, with {head.tokens_total} tokens")
 
 
 def new_lineage(parent: str, round_: int, founder: PeerId, incarnation: str) -> str:

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections import deque
 
+from p2ptrain.formatting import seconds
 from p2ptrain.protocol.rounds.deciding.events import Limits
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -44,8 +45,8 @@ SHARE_OF_INTERVAL = 0.1
 MOST_SHARE = 0.5
 # The median of so many rounds counts: those while a peer joins are slow, and say nothing about H.
 WATCHED_ROUNDS = 5
-# No other codec has clearly fewer bytes than these.
-FEWEST_BYTES = ("int2", "topk")
+# The next codec to try, from those that did not raise the loss (docs/use/choosing.md).
+SMALLER_CODEC = {"none": "int8", "fp16": "int8", "int8": "int4"}
 # H cannot change in a run, so that more often would not help.
 AGAIN_AFTER_S = 3600.0
 
@@ -142,20 +143,19 @@ def fewest_steps(round_s: float, step_s: float, sections: int = 1) -> int:
 
 
 class IntervalWatch:
-    """The seconds that this peer's last rounds and their intervals took.
+    """Warns if this peer's rounds take too much of their intervals.
 
     Args:
         sync_every: the run's H.
-        sections: of which each round averages one.
-        round_codec: of the run.
+        sections: how many the run has; each round averages one.
+        round_codec: the run's codec.
     """
 
     def __init__(self, sync_every: int, sections: int, round_codec: str) -> None:
         self._sync_every = sync_every
         self._sections = sections
-        self._ways = ["more --round-sections"]
-        if round_codec not in FEWEST_BYTES:
-            self._ways.append("a --round-codec with fewer bytes")
+        smaller = SMALLER_CODEC.get(round_codec)
+        self._other_remedies = (f"--round-codec {smaller}, " if smaller else "") + "or more --round-sections"
         self._rounds_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
         self._intervals_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
         self._told_s = -math.inf
@@ -165,23 +165,23 @@ class IntervalWatch:
 
         Args:
             round_s: from its first attempt to its landing.
-            interval_s: what this peer's inner steps of an interval take.
+            interval_s: what this peer's inner steps between two rounds take.
         """
         self._rounds_s.append(round_s)
         self._intervals_s.append(interval_s)
-        usual_s, between_s = statistics.median(self._rounds_s), statistics.median(self._intervals_s)
-        is_long_enough = usual_s <= allowed_share(self._sections) * between_s
+        usual_s, usual_interval_s = statistics.median(self._rounds_s), statistics.median(self._intervals_s)
+        is_long_enough = usual_s <= allowed_share(self._sections) * usual_interval_s
         if (
             is_long_enough
-            or not between_s
+            or not usual_interval_s
             or len(self._rounds_s) < WATCHED_ROUNDS
             or now - self._told_s < AGAIN_AFTER_S
         ):
             return ""
         self._told_s = now
-        enough = fewest_steps(usual_s, between_s / self._sync_every, self._sections)
+        enough = fewest_steps(usual_s, usual_interval_s / self._sync_every, self._sections)
         return (
-            f"a round takes {usual_s:.2g} s, {100 * usual_s / between_s:.0f} % of its interval of {between_s:.2g} s, "
-            f"and its result lands late, which costs loss. This run keeps its H = {self._sync_every}; give the next "
-            f"one {', '.join([f'--sync-every {enough} or more', *self._ways[:-1]])}, or {self._ways[-1]}"
+            f"a round takes {seconds(usual_s)}, {100 * usual_s / usual_interval_s:.0f} % of its interval of "
+            f"{seconds(usual_interval_s)}, and its result lands late, which costs loss. This run keeps its H = "
+            f"{self._sync_every}; give the next one --sync-every {enough} or more, {self._other_remedies}"
         )

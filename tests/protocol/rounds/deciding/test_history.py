@@ -162,9 +162,9 @@ def head_at(past: Past, **fields: object) -> Head:
     return Head(past.genesis_id, past.lineage, past.round, "0" * 64, "a", voters, 1, 1, None)
 
 
-def prefers(ours: Past, theirs: Past, *, initial: bool = True) -> bool:
+def prefers(ours: Past, theirs: Past, *, trusted: bool = True) -> bool:
     return is_preferred(
-        head_at(ours), ours.entries, head_at(theirs), theirs.entries, set(), is_trusted=initial
+        head_at(ours), ours.entries, head_at(theirs), theirs.entries, set(), is_trusted=trusted
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_two_starts_of_a_run_become_one_only_while_a_peer_is_alone() -> None:
     together = Past(DIGEST, "c").commit("cd")
     assert prefers(alone, other_alone) != prefers(other_alone, alone)
     assert prefers(alone, together)
-    assert not prefers(alone, together, initial=False), "a stranger's"
+    assert not prefers(alone, together, trusted=False), "a stranger's"
     assert not prefers(together, alone)
     assert not prefers(together, Past(DIGEST, "x").commit("xyz").commit("xyz"))
 
@@ -186,7 +186,7 @@ def test_out_of_touch_for_longer_than_histories_are_kept() -> None:
     assert shared(ours.entries, theirs.entries) is None
     assert prefers(ours, theirs)
     assert not prefers(theirs, ours)
-    assert not prefers(ours, theirs, initial=False)
+    assert not prefers(ours, theirs, trusted=False)
 
 
 def test_a_history_keeps_a_bounded_number_of_bytes() -> None:
@@ -255,7 +255,7 @@ def test_an_anchor_holds_only_for_those_who_may_go_on_from_it() -> None:
 
 def test_a_lineage_founded_from_our_head_has_our_state() -> None:
     ours, theirs = common(), common().found("a")
-    assert prefers(ours, theirs, initial=False)
+    assert prefers(ours, theirs, trusted=False)
     head = msgspec.structs.replace(head_at(ours), state_hash="another")
     assert not is_preferred(head, ours.entries, head_at(theirs), theirs.entries, set(), is_trusted=True)
     theirs.commit("ab", "a", parent_hash="another")

@@ -41,13 +41,19 @@ def test_a_round_may_take_a_tenth_of_its_interval() -> None:
     (text,) = told(IntervalWatch(200, 1, "int8"), [2.5] * 5)
     assert text == (
         "a round takes 2.5 s, 12 % of its interval of 20 s, and its result lands late, which costs loss. This run "
-        "keeps its H = 200; give the next one --sync-every 250 or more, more --round-sections, or a --round-codec "
-        "with fewer bytes"
+        "keeps its H = 200; give the next one --sync-every 250 or more, --round-codec int4, or more --round-sections"
     )
+    (text,) = told(IntervalWatch(500, 1, "int8"), [120.0] * 5, interval_s=500.0)
+    assert text.startswith("a round takes 2 min, 24 % of its interval of 8 min, ")
 
 
-@pytest.mark.parametrize("codec", ["int2", "topk"])
-def test_no_codec_is_named_where_none_has_fewer_bytes(codec: str) -> None:
+def test_the_h_that_would_do_is_the_runs() -> None:
+    (text,) = told(IntervalWatch(100, 1, "int8"), [5.0] * 5)
+    assert "keeps its H = 100; give the next one --sync-every 250 or more" in text
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2", "topk"])
+def test_no_codec_is_named_where_a_smaller_one_costs_loss(codec: str) -> None:
     (text,) = told(IntervalWatch(200, 1, codec), [2.5] * 5)
     assert text.endswith("give the next one --sync-every 250 or more, or more --round-sections")
 
@@ -62,13 +68,13 @@ def test_with_sections_an_interval_of_each_counts() -> None:
     assert "give the next one --sync-every 50 or more" in text
 
 
-def test_one_slow_round_says_nothing() -> None:
+def test_two_slow_rounds_of_five_say_nothing() -> None:
     assert told(IntervalWatch(200, 1, "int8"), [30.0, 30.0, 1.0, 1.0, 1.0, 30.0]) == []
     assert told(IntervalWatch(200, 1, "int8"), [30.0] * 4) == []
     assert len(told(IntervalWatch(200, 1, "int8"), [30.0, 30.0, 1.0, 1.0, 30.0])) == 1
 
 
-def test_one_fast_interval_says_nothing() -> None:
+def test_two_short_intervals_of_five_say_nothing() -> None:
     """While others join, a peer's own H may be shorter for a while."""
     watch = IntervalWatch(200, 1, "int8")
     assert not any(watch.note(1.0, interval_s, 0.0) for interval_s in (20.0, 3.0, 20.0, 20.0, 3.0))
@@ -97,7 +103,7 @@ def test_peers_whose_rounds_land_late_say_so_once(
 
     caplog.set_level(logging.WARNING)
     run_virtual(main)
-    assert sum("of its interval of 2 s" in record.getMessage() for record in caplog.records) == warnings
+    assert sum("of its interval of 2.0 s" in record.getMessage() for record in caplog.records) == warnings
 
 
 def test_only_peers_that_failed_lately_are_remembered() -> None:

@@ -35,6 +35,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
 
 
+def seconds(value: float) -> str:
+    """`0.3 s`, `24 s`, `12 min`."""
+    return f"{value:.1f} s" if value < 9.95 else duration(value)
+
+
 def short_id(peer_id: str) -> str:
     """The last characters of a peer id; the first ones are often the same."""
     return f"…{peer_id[-6:]}"

@@ -14,6 +14,7 @@ from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, Timeouts
 from p2ptrain.protocol.rounds.schedule import (
     DUE_AGAIN_S,
     FOLLOWERS_PATIENCE_S,
+    FOLLOWING_PATIENCE_S,
     JOIN_GRACE_S,
     JOINERS_PATIENCE_S,
     LEADER_DELAY_S,
@@ -152,7 +153,17 @@ def test_a_round_waits_for_peers_that_it_would_overtake(room: Room, is_landing: 
     schedule.note_time(101.0)
     schedule.begin(head_of(), 100.0, same_lineage=False)
     for late_s, waits in ((0.0, wait_s > 0), (wait_s - 0.1, wait_s > 0), (wait_s, False)):
-        assert schedule.waits(head_of(), 100.0 + late_s, is_landing=is_landing) == waits
+        assert schedule.waits(head_of(), 100.0 + late_s, is_landing=is_landing, is_following=False) == waits
+
+
+@pytest.mark.parametrize("at_length", [False, True])
+def test_only_a_first_round_waits_for_the_state_of_another_start(at_length: bool) -> None:
+    schedule = Room(at_length=at_length).schedule()
+    first, later = head_of(round_=-1), head_of()
+    schedule.begin(first, 100.0, same_lineage=False)
+    for late_s, waits in ((0.0, True), (FOLLOWING_PATIENCE_S - 0.1, True), (FOLLOWING_PATIENCE_S, False)):
+        assert schedule.waits(first, 100.0 + late_s, is_landing=False, is_following=True) == waits
+    assert not schedule.waits(later, 100.0, is_landing=False, is_following=True)
 
 
 # --- leading -----------------------------------------------------------------------------------------------------

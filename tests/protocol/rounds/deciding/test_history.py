@@ -25,7 +25,8 @@ from p2ptrain.protocol.rounds.deciding.history import (
     shared,
     was_alone,
 )
-from p2ptrain.protocol.state_sync.provenance import Pins, is_preferred
+from p2ptrain.protocol.rounds.deciding.lineage import check_head
+from p2ptrain.protocol.state_sync.provenance import Pins, is_larger_start, is_preferred
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Entry, Head, Vote, pack
 from tests.protocol.signing import Past, founding_of, genesis_of, prover_of, record_after, signed_by
 
@@ -176,6 +177,26 @@ def test_two_starts_of_a_run_become_one_only_while_a_peer_is_alone() -> None:
     assert not prefers(alone, together, trusted=False), "a stranger's"
     assert not prefers(together, alone)
     assert not prefers(together, Past(DIGEST, "x").commit("xyz").commit("xyz"))
+
+
+def test_of_two_starts_without_a_proof_the_larger_one_goes_on_whatever_its_rank() -> None:
+    at = head_at(Past(DIGEST))
+    other, ours = (msgspec.structs.replace(at, genesis=genesis, round=-1) for genesis in ("0-1", "0-2"))
+    assert is_larger_start(ours, other, here=1, there=2)
+    assert not is_larger_start(other, ours, here=2, there=1)
+    assert is_larger_start(ours, other, here=2, there=2), "the smaller id"
+    assert not is_larger_start(other, ours, here=2, there=2)
+    with_round = msgspec.structs.replace(ours, round=0, tokens_total=2**60)
+    assert is_larger_start(other, with_round, here=2, there=2)
+    assert not is_larger_start(other, with_round, here=2, there=1)
+
+
+@pytest.mark.parametrize("counts", [{"run_step": 9}, {"tokens_total": 9}])
+def test_a_head_before_the_first_round_has_no_steps_and_no_tokens(counts: dict[str, int]) -> None:
+    head = msgspec.structs.replace(head_at(Past(DIGEST)), round=-1, run_step=0, tokens_total=0)
+    check_head(head)
+    with pytest.raises(WireError, match="before the first round"):
+        check_head(msgspec.structs.replace(head, **counts))
 
 
 def test_out_of_touch_for_longer_than_histories_are_kept() -> None:

@@ -173,8 +173,8 @@ class StateSync:
     async def _replace_state(self, link: Link | None, reason: str) -> bool:
         """Adopt the state of a partner, or (None) of the first peer whose history is preferred to ours.
 
-        Local weights are kept if the genesis or the state is the same, else overwritten. Our own rounds continue until
-        the new state is complete and verified, so a false claim does not stop them.
+        Local weights are kept if the genesis or the state is the same, else overwritten. Our own rounds, but for the
+        first, continue until the new state is complete and verified, so a false claim does not stop them.
         """
         for donor in [link] if link is not None else self._elsewhere():
             with self._context.links.containing(donor, "comparing histories"), self._driver.following():

@@ -43,5 +43,5 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
 def test_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="is a file"):
         claim_demo_directory(path).__enter__()

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 # Interval of lookups of two keys, which are cheap. Partners' heartbeats also name new peers.
 LOOKUP_EVERY_S = 5.0
-# Interval of lookups of all keys, until a member is found; while none has the run's state, also until all were looked
-# up after our announcement.
+# Interval of lookups until a member is found, and all keys were looked up after our announcement.
 EAGER_LOOKUP_S = 0.5
 # For this long, a joiner that is linked with a peer that has the state opens few more links: it needs few donors
 # (guess).
@@ -279,10 +278,9 @@ class Membership:
 
     async def _discover(self) -> None:
         while True:
-            linked = self._linked()
-            may_found = self._joining and not any(map(self._has_state, linked))
-            eager = not linked or (may_found and not self.looked_up_again.is_set())
             was_announced = self.announced.is_set()
+            is_new = self._joining and not self.looked_up_again.is_set()
+            eager = not self._linked() or (is_new and was_announced)
             buckets = range(BUCKETS) if eager else self._due_buckets()
             done: set[int] = set()
             async with trio.open_nursery() as nursery:
@@ -292,7 +290,7 @@ class Membership:
                 self.looked_up.set()
                 if eager and was_announced:
                     self.looked_up_again.set()
-            await trio.sleep(EAGER_LOOKUP_S if eager else self._lookup_s())
+            await trio.sleep(EAGER_LOOKUP_S if eager or is_new else self._lookup_s())
 
     def _due_buckets(self) -> set[int]:
         """The keys to look up now: another one each time, and in a small swarm our own too."""
@@ -387,9 +385,9 @@ class Membership:
 
     async def _dial_one(self, peer_id: PeerId, member: KnownPeer, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):
-            # A peer that others only named may not be announced.
-            is_counted = member.dials == 0 and not member.cut_short and not member.teller
-            is_counted = is_counted and peer_id not in self._remembered
+            # A peer that others only named, or that we remember, may not be announced.
+            is_hearsay = bool(member.teller) or peer_id in self._remembered
+            is_counted = member.dials == 0 and not member.cut_short and not is_hearsay
             member.cut_short = reached = False
             try:
                 with trio.move_on_after(timeout_s) as scope:

@@ -143,4 +143,11 @@ class NodeRunner:
         if node.state.hashes.state != node.driver.head.state_hash:
             logger.error("the agreed state was left half changed: downloading it from the other peers")
             return None
-        return Restored(node.state, node.driver.head, self._exchange.run_step, node.driver.history, ours=True)
+        return Restored(
+            node.state,
+            node.driver.head,
+            self._exchange.run_step,
+            node.driver.history,
+            ours=True,
+            from_initial_peer=node.state_sync.joining.from_initial_peer,
+        )

@@ -230,7 +230,7 @@ class RoundDriver:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """While another state is compared and downloaded, call no first round, after which we would keep ours."""
+        """While another start's state is downloaded, take part in no first round: after it we would keep ours."""
         self._is_following = True
         try:
             yield
@@ -289,6 +289,8 @@ class RoundDriver:
             case m.Landed():
                 self._head_votes.note(sender, message)
                 self.changed()
+            case m.Call() if self._holds_back(trio.current_time()):
+                pass
             case m.Call() | m.Commit() if self.committer.resolving or self._is_one_ahead(message):
                 # Of the round after the one that is about to be applied: delivered once that has landed.
                 if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
@@ -373,7 +375,10 @@ class RoundDriver:
 
     def _waits(self, now: float) -> bool:
         is_landing = self._head_votes.is_landing(self.context.liveness.present())
-        return self._schedule.waits(self.head, now, is_landing=is_landing, is_following=self._is_following)
+        return self._holds_back(now) or self._schedule.waits(self.head, now, is_landing=is_landing)
+
+    def _holds_back(self, now: float) -> bool:
+        return self._is_following and self._schedule.may_hold_back(self.head, now)
 
     def _call(self, now: float) -> float:
         due = self._schedule.due(self.head, self._attempts.failed, now)

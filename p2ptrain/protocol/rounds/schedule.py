@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.events import Lead
+from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.deciding.policy import drawn
 from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, PeerBackoff
@@ -118,20 +119,17 @@ class Schedule:
         if not self._context.exchange.round_due:
             self._due_from_s = now
 
-    def waits(self, head: Head, now: float, *, is_landing: bool, is_following: bool) -> bool:
+    def waits(self, head: Head, now: float, *, is_landing: bool) -> bool:
         """Whether to delay our next Call for peers that the round would overtake.
 
         A round changes the state that joiners download. A peer that is alone therefore waits while they make progress.
         A slow joiner must not delay other members: they wait only for one that rounds have overtaken, as it might never
         get the state, and for a voter that has not landed the last round (`is_landing`), whose parts would be gone.
-        With pairwise steps, a peer also waits for peers of another lineage, which follow. Before its first round, one
-        that downloads another start's state (`is_following`) waits for that.
+        With pairwise steps, a peer also waits for peers of another lineage, which follow.
         """
         exchange, host = self._context.exchange, self._context.host
         if not exchange.round_due:
             return False
-        if is_following and head.round < 0 and now - self._head_s < FOLLOWING_PATIENCE_S:
-            return True
         if self._context.run.is_pairwise and not host.lineage_peers() and self._context.links.trainers():
             # The one round of the run is not for us alone, because we have founded a lineage for it.
             return now - self._began_s < FOLLOWERS_PATIENCE_S
@@ -146,6 +144,10 @@ class Schedule:
             return now - self._due_from_s < JOINERS_PATIENCE_S
         times = max(joiners.values())
         return times > 0 and now - self._head_s < min(OVERTAKEN_S * 2 ** (times - 1), MAX_OVERTAKEN_S)
+
+    def may_hold_back(self, head: Head, now: float) -> bool:
+        """Whether to keep out of a round while another start's state is downloaded: of the first, not for ever."""
+        return is_fresh(head, self._context.run) and now - self._due_from_s < FOLLOWING_PATIENCE_S
 
     def due(self, head: Head, attempts_failed: int, now: float) -> Due | None:
         """The Due to send to all peers, including ourselves; None if we are not due or have just sent it.

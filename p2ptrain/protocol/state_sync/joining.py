@@ -22,7 +22,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.deciding.history import History, is_better, leads_to, merged, shared
-from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS
+from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS, is_fresh
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.provenance import (
     NotNowError,
@@ -64,6 +64,7 @@ class Restored:
     Attributes:
         ours: whether it is the state of this process's last node, which failed. It is not compared with the pins again,
             as the pinned record may be older than the history.
+        from_initial_peer: of such a state, whether it came from a peer that the user named.
     """
 
     state: AnchorState
@@ -71,6 +72,7 @@ class Restored:
     run_step: int
     history: History
     ours: bool = False
+    from_initial_peer: bool = False
 
 
 class Joining:
@@ -94,7 +96,7 @@ class Joining:
         pins: Pins,
     ) -> None:
         self.founded = False
-        self.from_initial_peer = False
+        self.from_initial_peer = restored is not None and restored.from_initial_peer
         self._driver = driver
         self._context = driver.context
         self._membership = membership
@@ -230,8 +232,8 @@ class Joining:
                 return "theirs"
             self._is_ahead = True
             return "ours"
-        if restored.head.round < 0:
-            return "theirs"  # as if we joined for the first time: nothing was averaged yet
+        if self._joins_anew(restored):
+            return "theirs"
         if donor.peer_id in self._context.links.chosen:
             logger.warning(
                 "the checkpoint is of another start of run %r, or too old to be compared; taking the state of initial "
@@ -247,6 +249,15 @@ class Joining:
             self._context.run.run_id,
         )
         return "unknown"
+
+    def _joins_anew(self, restored: Restored) -> bool:
+        """Whether a checkpoint counts for no more than joining for the first time, as nothing was averaged yet.
+
+        Not if our user started the run, or the state is that of an initial peer.
+        """
+        genesis, context = restored.history.genesis, self._context
+        started_here = not context.links.chosen and genesis is not None and genesis.founder == context.peer_id
+        return is_fresh(restored.head, context.run) and not started_here and not restored.from_initial_peer
 
     def _donors(self) -> list[Link]:
         """Live peers with the best state that are not skipped: an initial peer's, else that of the largest lineage."""
@@ -325,7 +336,8 @@ class Joining:
             # Their part alone may begin after the pinned record, as it begins at an entry of ours.
             found = merged(ours, theirs)
             self._pins.check(signed.genesis, found)
-            may_differ = restored is None or restored.head.round < 0 or donors[0].peer_id in self._context.links.chosen
+            is_chosen = donors[0].peer_id in self._context.links.chosen
+            may_differ = restored is None or is_chosen or self._joins_anew(restored)
             if not may_differ and shared(ours, theirs) is None:
                 raise PeerLostError(f"{donors[0].peer_id}: its history is not that of our checkpoint")
             entries.extend(found)

@@ -208,13 +208,13 @@ def is_preferred(
     return was_alone(ours) and (not was_alone(theirs) or rank_of(other) > rank_of(head))
 
 
-def is_larger_start(head: Head, other: Head | Beat, here: int, there: int) -> bool:
-    """Whether a peer without a round leaves its start of the run for another one, of which nothing is proved.
+def is_larger_start(genesis: str, other: Head | Beat, here: int, there: int) -> bool:
+    """Whether a peer without a round leaves its start of the run, `genesis`, for another one that proves nothing.
 
     The larger one goes on; of two as large that which has a round, else that with the smaller id. Counts of peers are
     of the links of this peer, itself among `here`, so that a stranger alone wins no swarm.
     """
-    return (there, other.round >= 0, other.genesis < head.genesis) > (here, False, False)
+    return (there, other.round >= 0, other.genesis < genesis) > (here, False, False)
 
 
 def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:

@@ -17,7 +17,9 @@ from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.deciding.history import History, merged, shared
+from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.rounds.schedule import FOLLOWING_PATIENCE_S
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
 from p2ptrain.protocol.state_sync.provenance import (
     NotNowError,
@@ -46,8 +48,13 @@ RETRY_S = 2.0
 REFUSED_RETRY_S = 10.0
 # The same if a round came first (guess): short, because partners delay their next round for us.
 OVERTAKEN_RETRY_S = 0.25
-# A peer of another start of the run may still follow us, as it named one of us. After this long it will not (guess).
+# A peer of another start of the run may still follow us, as one of us is its initial peer. After this long it
+# will not (guess).
 OTHER_START_S = 10.0
+OTHER_START_JOINED = (
+    "joined the start of run %r that %s founded, before the first round. Tickets that this peer printed before name "
+    "another founder: give its address instead"
+)
 
 
 class StateSync:
@@ -75,8 +82,9 @@ class StateSync:
         self._times_overtaken = 1
         # Outcome of the current job: "refused", "overtaken", "not now", or "".
         self._outcome = ""
-        # Another start of the run that will not become ours, since when, and whether the user was told of any.
-        self._other_start, self._other_since_s, self._told_other_start = "", 0.0, False
+        # Linked peers of another start of the run that has rounds, as ours has: which start, and since when.
+        self._other_starts: dict[PeerId, tuple[str, float]] = {}
+        self._told_other_start = False
         # Waiting jobs by partner ("" for any): the link, the reason, and our head when it was queued.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
@@ -105,7 +113,7 @@ class StateSync:
                     caught_up = caught_up or await self._replace_state(link, reason)
                 except PeerLostError as error:
                     logger.info("catching up failed, will try again: %s", error)
-            is_behind = any(map(self._driver.may_follow, self._context.links.trainers()))
+            is_behind = any(map(self._may_follow, self._context.links.trainers()))
             if (caught_up or self._outcome == "refused") and not is_behind:
                 self._times_overtaken = 0
             elif caught_up or self._outcome == "overtaken":
@@ -124,18 +132,24 @@ class StateSync:
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
         head = self._driver.head
-        if beat.lineage and beat.genesis != head.genesis:
-            if head.round >= 0 and beat.round >= 0:
-                self._note_other_start(link, beat.genesis)
-            # The moment at which it becomes the larger one must not fall into a pause after a refusal.
-            if head.round < 0 and not self._is_named(link) and not self._follows_start(beat):
-                return
-        if not self._driver.may_follow(link):
+        self._note_other_start(link, beat)
+        if not self._may_follow(link):
             return
         if beat.lineage != head.lineage:
             self._begin(link, f"lineage {shown(beat.lineage)} goes on, ours does not")
         elif not self._driver.committer.resolving:
             self._begin(link, "the next round cannot be followed by its record")
+
+    def _may_follow(self, link: Link) -> bool:
+        """Whether a partner claims a state that we could adopt. Of another start, a claim that is not is not asked for.
+
+        So the moment at which that start becomes the larger one does not fall into a pause after a refusal.
+        """
+        beat, head = link.beat, self._driver.head
+        if beat is None or not self._driver.may_follow(link):
+            return False
+        may_change = is_fresh(head, self._context.run) and beat.genesis != head.genesis and not self._is_named(link)
+        return not may_change or self._follows_start(beat)
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -173,11 +187,11 @@ class StateSync:
     async def _replace_state(self, link: Link | None, reason: str) -> bool:
         """Adopt the state of a partner, or (None) of the first peer whose history is preferred to ours.
 
-        Local weights are kept if the genesis or the state is the same, else overwritten. Our own rounds, but for the
+        Local weights are kept if the genesis or the state is the same, else overwritten. Our rounds, except the
         first, continue until the new state is complete and verified, so a false claim does not stop them.
         """
         for donor in [link] if link is not None else self._elsewhere():
-            with self._context.links.containing(donor, "comparing histories"), self._driver.following():
+            with self._context.links.containing(donor, "comparing histories"):
                 try:
                     if await self._replace_from(donor, reason):
                         self._driver.trust_claims(donor.peer_id)
@@ -227,9 +241,11 @@ class StateSync:
                     for link in context.links.trainers()
                     if link.beat and (link.beat.lineage, link.beat.round) == (head.lineage, head.round)
                 ]
-                await self._download.run(head, donors or [donor])
+                await self._run_download(self._download, head, donors or [donor])
         async with driver.paused():
-            if not self._prefers(donor, head, entries):
+            is_other_start = head.genesis != driver.head.genesis
+            has_left = is_other_start and (donor.beat is None or donor.beat.genesis != head.genesis)
+            if has_left or not self._prefers(donor, head, entries):
                 self._download = None
                 return False
             run_step: int | None = None
@@ -241,11 +257,22 @@ class StateSync:
                 run_step = context.exchange.run_step  # pairwise steps have brought us further than the head's round
             self._download = None
             kind: LandingKind = "keep" if keeps_weights else "write"
-            if head.genesis != driver.head.genesis:
+            if is_other_start:
                 self.joining.from_initial_peer = self._is_named(donor)
+                logger.warning(OTHER_START_JOINED, context.run.run_id, shown(signed.genesis.founder))
             driver.adopt(signed, History(signed.genesis, merged(driver.history.entries, entries)))
             await land_state(driver, self._record, kind, reason, run_step)
         return True
+
+    async def _run_download(self, download: Download, head: Head, donors: list[Link]) -> None:
+        """Download a head's state. That of another start may not keep us from our own run for long."""
+        if head.genesis == self._driver.head.genesis:
+            await download.run(head, donors)
+            return
+        with self._driver.following(), trio.move_on_after(FOLLOWING_PATIENCE_S) as scope:
+            await download.run(head, donors)
+        if scope.cancelled_caught:
+            raise PeerLostError(f"the state of another start did not come within {FOLLOWING_PATIENCE_S:.0f} s")
 
     def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:
         """Whether to continue from a partner's head, or (None) from one that our user gave."""
@@ -254,8 +281,12 @@ class StateSync:
         # We may have voted at this position already. No honest donor reports such a head.
         if not driver.past_heads.may_adopt(head):
             return False
-        if not self._is_named(donor) and driver.head.round < 0 and shared(ours, entries) is None:
-            return self._follows_start(head)
+        is_other_start = head.genesis != driver.head.genesis and shared(ours, entries) is None
+        if is_other_start and is_fresh(driver.head, self._context.run):
+            if not self._is_named(donor):
+                return self._follows_start(head)
+            if donor is not None and donor.peer_id == self.run_founder:
+                return True  # our user joined this peer, and it has left its own start
         # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
         present = () if driver.has_ended else self._context.liveness.present()
         return is_preferred(
@@ -272,35 +303,41 @@ class StateSync:
         return donor is None or donor.peer_id in self._context.links.chosen
 
     def _started_here(self) -> bool:
-        """Whether our user started the run: this peer founded it, and knew no peer to ask."""
+        """Whether our user started the run: this peer founded it, and was given no peer to ask."""
         is_founder = self.run_founder == self._context.peer_id
         return self._may_found or (is_founder and not self._context.links.chosen)
 
     def _follows_start(self, other: Head | Beat) -> bool:
         """Whether to leave our start of the run, which has no round yet, for a stranger's.
 
-        Joining, we would have taken that one, unless we started the run, or it is that of an initial peer.
+        Never if our user started the run, or we have it from an initial peer.
         """
         genesis, chosen = self._driver.head.genesis, self._context.links.chosen
         if self._started_here() or self.joining.from_initial_peer or self.run_founder in chosen:
             return False
         peers = Counter(link.beat.genesis for link in self._context.links.trainers() if link.beat and link.beat.lineage)
-        return is_larger_start(self._driver.head, other, 1 + peers[genesis], peers[other.genesis])
+        return is_larger_start(genesis, other, 1 + peers[genesis], peers[other.genesis])
 
-    def _note_other_start(self, link: Link, genesis: str) -> None:
-        """Warn, once, if another start of this run has rounds of its own, and still has after OTHER_START_S."""
-        now = trio.current_time()
-        if genesis != self._other_start:
-            self._other_start, self._other_since_s = genesis, now
-        if self._told_other_start or now - self._other_since_s < OTHER_START_S:
+    def _note_other_start(self, link: Link, beat: Beat) -> None:
+        """Warn, once, if a partner trains another start of this run for OTHER_START_S, and both have rounds."""
+        head, run, now = self._driver.head, self._context.run, trio.current_time()
+        is_apart = beat.lineage and beat.genesis != head.genesis and not is_fresh(head, run) and not is_fresh(beat, run)
+        if not is_apart or self._told_other_start:
+            self._other_starts.pop(link.peer_id, None)
             return
-        self._told_other_start = True
-        logger.warning(
-            "%s trains another start of run %r: the swarm is split, and only peers of one start average with each "
-            "other. Restart the peers of one of them with the address of a peer of the other",
-            link.peer_id,
-            self._context.run.run_id,
-        )
+        live = self._context.links.live
+        self._other_starts = {peer: entry for peer, entry in self._other_starts.items() if peer in live}
+        genesis, since_s = self._other_starts.get(link.peer_id, ("", now))
+        if genesis != beat.genesis:
+            self._other_starts[link.peer_id] = beat.genesis, now
+        elif now - since_s >= OTHER_START_S:
+            self._told_other_start = True
+            logger.warning(
+                "%s trains another start of run %r: the swarm is split, and only peers of one start average with each "
+                "other. Restart the peers of one of them with the address of a peer of the other",
+                link.peer_id,
+                run.run_id,
+            )
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
         """Raises RunMismatchError unless a history is of the run that the user wants."""

@@ -153,17 +153,21 @@ def test_a_round_waits_for_peers_that_it_would_overtake(room: Room, is_landing: 
     schedule.note_time(101.0)
     schedule.begin(head_of(), 100.0, same_lineage=False)
     for late_s, waits in ((0.0, wait_s > 0), (wait_s - 0.1, wait_s > 0), (wait_s, False)):
-        assert schedule.waits(head_of(), 100.0 + late_s, is_landing=is_landing, is_following=False) == waits
+        assert schedule.waits(head_of(), 100.0 + late_s, is_landing=is_landing) == waits
 
 
-@pytest.mark.parametrize("at_length", [False, True])
-def test_only_a_first_round_waits_for_the_state_of_another_start(at_length: bool) -> None:
-    schedule = Room(at_length=at_length).schedule()
-    first, later = head_of(round_=-1), head_of()
+@pytest.mark.parametrize("due_s", [100.0, 5000.0])
+def test_only_a_first_round_is_held_back_and_not_for_ever(due_s: float) -> None:
+    """From the time at which it is due: an interval may be longer than the patience."""
+    schedule, first = Room().schedule(), head_of(round_=-1)
     schedule.begin(first, 100.0, same_lineage=False)
-    for late_s, waits in ((0.0, True), (FOLLOWING_PATIENCE_S - 0.1, True), (FOLLOWING_PATIENCE_S, False)):
-        assert schedule.waits(first, 100.0 + late_s, is_landing=False, is_following=True) == waits
-    assert not schedule.waits(later, 100.0, is_landing=False, is_following=True)
+    schedule._context.exchange.round_due = False  # type: ignore[misc]
+    schedule.note_time(due_s)
+    schedule._context.exchange.round_due = True  # type: ignore[misc]
+    assert schedule.may_hold_back(first, due_s + FOLLOWING_PATIENCE_S - 0.1)
+    assert not schedule.may_hold_back(first, due_s + FOLLOWING_PATIENCE_S)
+    assert not schedule.may_hold_back(head_of(), due_s)
+    assert not Room(run=PAIRWISE).schedule().may_hold_back(first, 0.0)
 
 
 # --- leading -----------------------------------------------------------------------------------------------------

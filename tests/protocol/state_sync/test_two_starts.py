@@ -163,6 +163,114 @@ def test_a_node_that_is_restarted_before_the_first_round_joins_the_larger_start(
     run_virtual(main)
 
 
+def test_a_founder_that_is_restarted_before_the_first_round_keeps_its_run() -> None:
+    """Its user named nobody; a stranger with rounds is linked when it comes back."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=1000)) as s:
+            s.network.partition(["a", "b"], ["x"])
+            start_all(s, "ab")
+            s.start("x", founder=True, step_s=0.01)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            await s.until(lambda: bool(s.peers["x"].rounds()))
+            genesis, saved = _geneses(s, "a"), checkpoint_of(s, "a")
+            s.kill("a")
+            s.network.partition(["b"], ["a", "x"])
+            await trio.sleep(1)
+            a = s.start("a", restored=saved, remembered=["b"])
+            await s.until(a.node.ready.is_set)
+            s.network.partition()
+            await s.until(lambda: {"a", "x"} <= set(s.peers["b"].node.links.live))
+            await trio.sleep(20)
+            assert _geneses(s, "a") == genesis != _geneses(s, "x")
+
+    run_virtual(main)
+
+
+def test_who_named_a_founder_goes_with_it_to_the_larger_start() -> None:
+    """Whatever the ids of the two starts."""
+
+    def end(names: str) -> None:
+        founder, member, *others = names
+
+        async def main() -> None:
+            async with swarm(dataclasses.replace(PLAIN, sync_every=1000)) as s:
+                s.network.partition([founder, member], others)
+                s.start(founder, chosen=["bootstrap"])
+                await s.until(s.peers[founder].node.ready.is_set)
+                s.start(member, chosen=[founder])
+                for name in others:
+                    s.start(name, chosen=["bootstrap"])
+                await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+                larger = _geneses(s, others)
+                assert len(larger) == 1
+                s.network.partition()
+                await s.until(lambda: _geneses(s, names) == larger, within_s=60)
+
+        run_virtual(main)
+
+    end("abcde")
+    end("edcba")
+
+
+def test_a_pairwise_run_before_its_last_round_is_no_fresh_one() -> None:
+    """It has no round until its end; two of its peers do not leave their work for a larger start of three."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, averaging="pairwise", outer_optimizer="sgdm", total_steps=100_000)
+        async with swarm(run) as s:
+            s.network.partition(["a", "b"], ["x", "y", "z"])
+            for name in "abxyz":
+                s.start(name, chosen=["bootstrap"])
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            before = _geneses(s, "ab")
+            await trio.sleep(30)
+            s.network.partition()
+            await s.until(lambda: set("xyz") <= set(s.peers["a"].node.links.live))
+            await trio.sleep(30)
+            assert _geneses(s, "ab") == before != _geneses(s, "xyz")
+
+    run_virtual(main)
+
+
+def test_each_peer_of_three_starts_says_that_there_are_others(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            s.network.partition(*(["a"], ["b"], ["c"]))
+            for name in "abc":
+                s.start(name, founder=True)
+            await s.until(lambda: all(peer.rounds() for peer in s.peers.values()))
+            s.network.partition()
+            await trio.sleep(60)
+
+    run_virtual(main)
+    assert sum("another start" in record.getMessage() for record in caplog.records) == 3
+
+
+def test_a_restarted_peer_that_meets_a_stranger_before_it_is_announced_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    announce = MemoryDirectory.announce
+
+    async def slow_announce(self: MemoryDirectory, key: str, value: bytes, expires_in_s: float) -> bool:
+        await trio.sleep(5 * (self._peer_id == "a"))
+        return await announce(self, key, value, expires_in_s)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            s.start("a", founder=True)
+            await s.until(lambda: bool(s.peers["a"].rounds()))
+            saved = checkpoint_of(s, "a")
+            s.kill("a")
+            s.start("x", founder=True)
+            await s.until(s.peers["x"].node.ready.is_set)
+            monkeypatch.setattr(MemoryDirectory, "announce", slow_announce)
+            a = s.start("a", restored=saved, remembered=["x"])
+            await s.until(a.node.ready.is_set, within_s=30)
+
+    run_virtual(main)
+
+
 def test_a_restarted_peer_finds_the_run_through_one_that_it_remembers() -> None:
     """The directory has lost all records, and does not store any."""
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
-from p2ptrain.protocol.wire.messages import LINEAGE_PATTERN, MAX_COUNT, Head
+from p2ptrain.protocol.wire.messages import LINEAGE_PATTERN, MAX_COUNT, Beat, Head
 from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.settings.config import RunConfig
 
 # Each peer waits this long for each linked one with a lower id (guess; three heartbeats of a small swarm), but for so
 # many at most, and for an answer about a claimed state at most this long: claims cost nothing.
@@ -69,6 +70,11 @@ def is_our_turn(*, ended_s: float | None, lost_s: float, patience_s: float, lowe
     if lost_s > (1 + turns) * patience_s:
         return True
     return ended_s is not None and ended_s >= turns * TURN_S and (not awaits or ended_s >= ANSWER_S)
+
+
+def is_fresh(place: Head | Beat, run: RunConfig) -> bool:
+    """Whether nothing was averaged yet at a place of a run. With pairwise steps, no place tells."""
+    return place.round < 0 and not run.is_pairwise
 
 
 def generation_of(lineage: str) -> int:

@@ -180,15 +180,13 @@ def test_two_starts_of_a_run_become_one_only_while_a_peer_is_alone() -> None:
 
 
 def test_of_two_starts_without_a_proof_the_larger_one_goes_on_whatever_its_rank() -> None:
-    at = head_at(Past(DIGEST))
-    other, ours = (msgspec.structs.replace(at, genesis=genesis, round=-1) for genesis in ("0-1", "0-2"))
-    assert is_larger_start(ours, other, here=1, there=2)
-    assert not is_larger_start(other, ours, here=2, there=1)
-    assert is_larger_start(ours, other, here=2, there=2), "the smaller id"
-    assert not is_larger_start(other, ours, here=2, there=2)
-    with_round = msgspec.structs.replace(ours, round=0, tokens_total=2**60)
-    assert is_larger_start(other, with_round, here=2, there=2)
-    assert not is_larger_start(other, with_round, here=2, there=1)
+    other = msgspec.structs.replace(head_at(Past(DIGEST)), genesis="0-2", round=-1, tokens_total=2**60)
+    assert is_larger_start("0-1", other, here=1, there=2)
+    assert not is_larger_start("0-1", other, here=2, there=2)
+    assert is_larger_start("0-3", other, here=2, there=2), "the smaller id"
+    with_round = msgspec.structs.replace(other, round=0)
+    assert is_larger_start("0-1", with_round, here=2, there=2)
+    assert not is_larger_start("0-3", with_round, here=2, there=1)
 
 
 @pytest.mark.parametrize("counts", [{"run_step": 9}, {"tokens_total": 9}])

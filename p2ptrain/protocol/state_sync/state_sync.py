@@ -141,9 +141,10 @@ class StateSync:
             self._begin(link, "the next round cannot be followed by its record")
 
     def _may_follow(self, link: Link) -> bool:
-        """Whether a partner claims a state that we could adopt. Of another start, a claim that is not is not asked for.
+        """Whether a partner claims a state that we could adopt.
 
-        So the moment at which that start becomes the larger one does not fall into a pause after a refusal.
+        A start that we would not follow is not asked for its head: a refusal would be followed by a pause, in which it
+        might become the larger one.
         """
         beat, head = link.beat, self._driver.head
         if beat is None or not self._driver.may_follow(link):

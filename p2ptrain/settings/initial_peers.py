@@ -176,7 +176,7 @@ def _checked(address: str, origin: str) -> str:
 
 
 def nobody_found(run_id: str, option: str) -> str:
-    """What to tell a user whose run has no peers that answer. `option`: with which the user names the run."""
+    """The message for a user whose run has no peer that answers. `option`: the one that takes the run's name."""
     return (
         f"no peers found for run {run_id!r}; starting it, unless another peer does so first. If it should exist, check "
         f"{option}: it may have ended"

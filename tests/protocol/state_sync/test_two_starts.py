@@ -164,7 +164,7 @@ def test_a_node_that_is_restarted_before_the_first_round_joins_the_larger_start(
 
 
 def test_a_founder_that_is_restarted_before_the_first_round_keeps_its_run() -> None:
-    """Its user named nobody; a stranger with rounds is linked when it comes back."""
+    """It was given no initial peers. When it comes back, it meets a stranger that has committed rounds."""
 
     async def main() -> None:
         async with swarm(dataclasses.replace(PLAIN, sync_every=1000)) as s:

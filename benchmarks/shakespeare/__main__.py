@@ -30,7 +30,7 @@ from p2ptrain.errors import ConfigError
     "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="tinyshakespeare's input.txt."
 )
 @click.option("--work", default="p2ptrain-results", type=click.Path(path_type=Path), help="Directory for the runs.")
-@click.option("--stage", multiple=True, type=int, help="1 to 10, in the order of the page; may be repeated.")
+@click.option("--stage", multiple=True, type=int, help="1 to 11, in the order of the page; may be repeated.")
 @click.option("--seed", multiple=True, type=int, default=SEEDS, help="May be repeated.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
 @click.option("--report", "only_report", is_flag=True, help="Run nothing: write tables and pictures.")

@@ -26,12 +26,14 @@ ALONE, LARGE, PARALLEL, TOGETHER = "alone", "large batch", "data parallel", "pee
 SIMULATED = "simulated peers"
 # The two of the grid that are run first: the defaults, and what was best at equal bytes in simulations.
 FIRST = (("adamw", "int8", 0.005), ("muon", "int4", 0.005))
+# The four methods of the picture of bytes are data parallel, the second of FIRST, and its two halves.
+ROUNDS_ALONE, GOSSIP_ALONE = ("muon", "int4", 0.0), ("muon", "", 0.005)
 GRID = tuple(itertools.product(("adamw", "muon"), ("int8", "int4"), (0.0, 0.005, 0.02)))
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One run. `codec` of rounds and `p` are of peers only."""
+    """One run. `codec` of rounds and `p` are of peers only; without a codec they average once, at the end."""
 
     arm: str
     optimizer: str
@@ -43,17 +45,17 @@ class Cell:
     @property
     def name(self) -> str:
         """Its directory, and its run id."""
-        peers = f"-{self.codec}-p{100 * self.p:g}" if self.has_rounds else ""
+        peers = f"-{self.codec or 'gossip'}-p{100 * self.p:g}" if self.is_swarm else ""
         return f"{self.arm.replace(' ', '-')}-{self.optimizer}-{self.steps}{peers}-seed{self.seed}"
 
     @property
-    def has_rounds(self) -> bool:
+    def is_swarm(self) -> bool:
         """Whether it is of four peers of a run."""
         return self.arm in (TOGETHER, SIMULATED)
 
     @property
     def peers(self) -> int:
-        return PEERS if self.arm == PARALLEL or self.has_rounds else 1
+        return PEERS if self.arm == PARALLEL or self.is_swarm else 1
 
     @property
     def batch(self) -> int:
@@ -70,12 +72,12 @@ class Cell:
         found: dict[str, object] = {
             "total_steps": self.steps, "inner_optimizer": self.optimizer, "run_seed": self.seed, **NANOGPT
         }  # fmt: skip
-        if self.has_rounds:
+        if self.codec:
             return {
                 **found, "sync_every": H, "round_codec": self.codec, "fragment_fraction": self.p, **OUTER
             }  # fmt: skip
-        # Alone: one round at the end, which leaves the weights as they are.
-        return {**found, "sync_every": self.steps, "round_codec": "none", "fragment_fraction": 0.0}
+        # One round at the end, which is a plain average, and leaves the weights of a peer alone as they are.
+        return {**found, "sync_every": self.steps, "round_codec": "none", "fragment_fraction": self.p}
 
 
 def stages() -> Iterator[tuple[int, list[Cell]]]:
@@ -94,6 +96,7 @@ def stages() -> Iterator[tuple[int, list[Cell]]]:
     # Simulated: all of stages 3 and 5, and stage 4.
     yield 9, _together(500, [*FIRST, *rest], SIMULATED)
     yield 10, _together(2000, FIRST, SIMULATED)
+    yield 11, _together(2000, [ROUNDS_ALONE, GOSSIP_ALONE], SIMULATED)
 
 
 def _apart(arm: str, steps: int) -> list[Cell]:

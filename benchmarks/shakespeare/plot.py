@@ -1,7 +1,8 @@
-"""The pictures of docs/evidence/results.md: curves against steps, tokens, bytes and seconds; the ends of runs."""
+"""The pictures of docs/evidence/results.md: curves against steps, tokens, bytes and seconds; losses by bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,19 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.shakespeare.cells import ALONE, CONTEXT, FIRST, LARGE, PARALLEL, PEERS, SIMULATED, TOGETHER, Cell
+from benchmarks.shakespeare.cells import (
+    ALONE,
+    CONTEXT,
+    FIRST,
+    GOSSIP_ALONE,
+    LARGE,
+    PARALLEL,
+    PEERS,
+    ROUNDS_ALONE,
+    SIMULATED,
+    TOGETHER,
+    Cell,
+)
 from p2ptrain.monitor.plot_style import COLOURS, STYLE
 
 Runs = Sequence[tuple[Cell, dict[str, Any]]]
@@ -77,36 +90,43 @@ def draw_curves(groups: Sequence[Runs], path: Path, title: str, data_parallel_mb
         figure.savefig(path, dpi=130)
 
 
-def draw_grid(groups: Sequence[Runs], path: Path, data_parallel_mb: Megabytes) -> None:
-    """The loss on 1,000 windows at the end against what a peer sent; a line from the least to the largest seed."""
+def methods(groups: Sequence[Runs]) -> dict[str, Runs]:
+    """The runs of 2000 steps with Muon by method: one machine, data parallel, and peers with each half and both."""
+    wanted = {
+        "both (p2ptrain)": Cell(TOGETHER, "muon", 2000, 0, *FIRST[1][1:]),
+        "data parallel": Cell(LARGE, "muon", 2000, 0),
+        "gossip alone (SPARTA)": Cell(SIMULATED, "muon", 2000, 0, *GOSSIP_ALONE[1:]),
+        "rounds alone (DiLoCo)": Cell(SIMULATED, "muon", 2000, 0, *ROUNDS_ALONE[1:]),
+        "one machine alone": Cell(ALONE, "muon", 2000, 0),
+    }
+    by_cell = {dataclasses.replace(runs[0][0], seed=0): runs for runs in groups}
+    return {name: by_cell[cell] for name, cell in wanted.items() if cell in by_cell}
+
+
+def draw_bytes(groups: Sequence[Runs], path: Path, data_parallel_mb: Megabytes) -> None:
+    """The loss on 1,000 windows at the end, by what one of four machines sent in 2000 steps with Muon."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 4), layout="constrained")
         axes = figure.subplots()
-        for runs in groups:
-            cell = runs[0][0]
-            if cell.arm in (ALONE, PARALLEL, SIMULATED):
+        for colour, (name, runs) in zip(COLOURS, methods(groups).items(), strict=False):
+            cell, loss = runs[0][0], _mean_of(runs, "loss")
+            if cell.arm == ALONE:
+                axes.axhline(loss, color="#999999", linewidth=1, linestyle=":")
+                axes.text(0.01, loss, f"{name}, as many steps: {loss:.2f}", transform=axes.get_yaxis_transform(),
+                          va="bottom", color="#666666")  # fmt: skip
                 continue
-            losses = [row["loss"] for _, row in runs]
-            is_large = cell.arm == LARGE
-            x = data_parallel_mb(cell.steps) if is_large else statistics.fmean(row["mb_per_peer"] for _, row in runs)
-            colour = COLOURS[0] if cell.optimizer == "adamw" else COLOURS[1]
-            marker = "s" if is_large else "o" if cell.codec == "int8" else "^"
-            fill = colour if cell.steps == 500 else "white"
-            axes.plot([x, x], [min(losses), max(losses)], color=colour, linewidth=1.2)
-            axes.plot(x, statistics.fmean(losses), marker, color=colour, markerfacecolor=fill, markersize=6)
-            text = "" if is_large else f" {100 * cell.p:g} %"
-            axes.annotate(text, (x, statistics.fmean(losses)), fontsize=7, color="#555555", xytext=(4, 3),
+            sent = data_parallel_mb(cell.steps) if cell.arm == LARGE else _mean_of(runs, "mb_per_peer")
+            axes.plot(sent, loss, "o", color=colour, markersize=11)
+            # Rounds alone have the neighbour "both", whose name is above.
+            is_below = cell.arm == SIMULATED and not cell.p
+            axes.annotate(f"{name}\n{sent:,.0f} MB: {loss:.2f}", (sent, loss), xytext=(0, -11 if is_below else 11),
+                          va="top" if is_below else "bottom", ha="center", color=colour,
                           textcoords="offset points")  # fmt: skip
-        for label, marker, colour, fill in (
-            ("AdamW", "o", COLOURS[0], COLOURS[0]), ("Muon", "o", COLOURS[1], COLOURS[1]),
-            ("int8 rounds", "o", "#555555", "#555555"), ("int4 rounds", "^", "#555555", "#555555"),
-            ("data parallel", "s", "#555555", "#555555"), ("2000 steps instead of 500", "o", "#555555", "white"),
-        ):  # fmt: skip
-            axes.plot([], [], marker, color=colour, markerfacecolor=fill, label=label)
         axes.set_xscale("log")
-        axes.set_xlabel(f"MB sent by one of {PEERS} peers (numbers: p)")
-        axes.set_ylabel("held-out loss at the end, nats")
-        axes.legend(frameon=False, fontsize=8, ncols=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.margins(x=0.15, y=0.35)
+        axes.set_xlabel(f"MB that each of {PEERS} machines sent")
+        axes.set_ylabel("held-out loss, nats (lower is better)")
         figure.savefig(path, dpi=130)
 
 

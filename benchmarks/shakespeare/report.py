@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shakespeare.cells import ALONE, GRID, LARGE, PARALLEL, PEERS, SIMULATED, TOGETHER, Cell, stages
-from benchmarks.shakespeare.plot import draw_curves, draw_grid, draw_simulated, has_curve
+from benchmarks.shakespeare.plot import draw_bytes, draw_curves, draw_simulated, has_curve, methods
 
 EVIDENCE = Path(__file__).parent.parent.parent / "docs/evidence"
 RESULTS, PAGE = EVIDENCE / "results" / "shakespeare.jsonl", EVIDENCE / "results.md"
@@ -31,6 +31,7 @@ STAGES = {
     8: "four peers, 2000 steps: the other codecs and p",
     9: "simulated: four peers, 500 steps, all codecs and p",
     10: "simulated: four peers, 2000 steps, those of stage 4",
+    11: "simulated: four peers, 2000 steps, Muon: rounds alone, gossip alone",
 }
 
 Results = dict[Cell, dict[str, Any]]
@@ -73,7 +74,7 @@ def table(results: Results) -> str:
     ]
     for runs in grouped(results):
         cell, rows = runs[0][0], [row for _, row in runs]
-        settings = f"{cell.codec}, {100 * cell.p:g} %" if cell.has_rounds else "–"
+        settings = f"{cell.codec}, {100 * cell.p:g} %" if cell.is_swarm else "–"
         tokens = statistics.fmean(row["tokens"] for row in rows) / 1e6
         lines.append(
             f"| {NAMES[cell.arm]} | {cell.optimizer} | {cell.steps} | {settings} | {len(rows)} | {_loss(rows)} | "
@@ -136,11 +137,8 @@ def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent)
         if runs:
             draw_curves(runs, pictures / f"{optimizer}.png", f"{name} inside", data_parallel_mb)
             parts.append(f"![Loss with {name} against steps, tokens, bytes and seconds](results/{optimizer}.png)")
-    if any(cell.arm == TOGETHER for cell in results):
-        draw_grid(grouped(results), pictures / "grid.png", data_parallel_mb)
-        parts.append(
-            "![Loss at the end against bytes, of all that four peers and data parallel sent](results/grid.png)"
-        )
+    if methods(grouped(results)):
+        draw_bytes(grouped(results), pictures / "bytes.png", data_parallel_mb)
     if any(cell.arm == SIMULATED for cell in results):
         draw_simulated(grouped(results), pictures / "simulated.png")
         parts += ["### Simulated peers beside real ones", compared(results)]

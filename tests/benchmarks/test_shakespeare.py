@@ -29,6 +29,7 @@ from benchmarks.shakespeare.cells import (
 from benchmarks.shakespeare.data import held_out_loss, prepare
 from benchmarks.shakespeare.events import measures
 from benchmarks.shakespeare.model import GATE_VARIABLE, nanogpt_cpu
+from benchmarks.shakespeare.plot import methods
 from benchmarks.shakespeare.report import BEGIN, END, append, compared, data_parallel_mb, grid, grouped, read, report
 from p2ptrain.cli.join import join
 from p2ptrain.errors import ConfigError
@@ -40,7 +41,7 @@ MUON = Cell(TOGETHER, "muon", 500, 1, "int4", 0.02)
 
 
 def test_every_run_is_listed_once_and_its_command_line_gives_its_settings() -> None:
-    assert len({cell.name for cell in CELLS}) == len(set(CELLS)) == len(CELLS) == 3 * (5 * 2 + 2 * 12 + 14)
+    assert len({cell.name for cell in CELLS}) == len(set(CELLS)) == len(CELLS) == 3 * (5 * 2 + 2 * 12 + 14 + 2)
     for cell in CELLS:
         if cell.arm == SIMULATED:
             continue
@@ -162,7 +163,32 @@ def test_runs_that_are_done_are_read_back_and_reported(tmp_path: Path) -> None:
     assert not written.count("| four peers, simulated |")
     assert "| one peer | adamw | 2000 | – | 1 | 2.000 | 1.54M | 0 | – | 100 (2) |" in lines
     # No picture of curves with Muon: of the grid they show only what is run first.
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["adamw.png", "grid.png", "simulated.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["adamw.png", "simulated.png"]
+
+
+def test_four_methods_and_one_machine_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    cells = {
+        "one machine alone": Cell(ALONE, "muon", 2000, 0),
+        "data parallel": Cell(LARGE, "muon", 2000, 0),
+        "gossip alone (SPARTA)": Cell(SIMULATED, "muon", 2000, 0, "", 0.005),
+        "rounds alone (DiLoCo)": Cell(SIMULATED, "muon", 2000, 0, "int4", 0.0),
+        "both (p2ptrain)": Cell(TOGETHER, "muon", 2000, 0, "int4", 0.005),
+    }
+    results = {cell: {**result(cell), **dataclasses.asdict(cell)} for cell in [MUON, *cells.values()]}
+    assert {name: runs[0][0] for name, runs in methods(grouped(results)).items()} == cells
+    report(results, _page(tmp_path), tmp_path)
+    assert (tmp_path / "bytes.png").stat().st_size > 10_000
+    gossip, rounds = (
+        cells[f"{name} alone ({of})"].settings for name, of in (("gossip", "SPARTA"), ("rounds", "DiLoCo"))
+    )
+    assert (gossip["sync_every"], gossip["fragment_fraction"]) == (2000, 0.005)
+    assert (rounds["sync_every"], rounds["fragment_fraction"]) == (H, 0.0)
+
+
+def _page(directory: Path) -> Path:
+    page = directory / "results.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    return page
 
 
 def test_simulated_peers_are_those_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ class LyingContribution(OwnContribution):
     """Encodes a liar's outer gradient, and leaves its own weights as if it had sent the honest one."""
 
     def __init__(self, honest: OwnContribution, liars: Liars, peer_id: str) -> None:
-        super().__init__(honest.snapshot, honest.num_chunks, error=honest.error, next_error=honest.next_error)
+        super().__init__(honest.snapshot, honest.grid, error=honest.error, next_error=honest.next_error)
         self._liars = liars
         self._peer_id = peer_id
 

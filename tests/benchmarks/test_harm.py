@@ -10,9 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harm import ATTACKS, MEANS, NOISE_FACTOR, Cell, Liars, cells, differences, read_results, run, table
+from benchmarks.harm import (
+    ATTACKS,
+    MEANS,
+    NOISE_FACTOR,
+    Cell,
+    Liars,
+    LyingContribution,
+    cells,
+    differences,
+    read_results,
+    run,
+    table,
+)
+from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.indexspace import IndexSpace
-from p2ptrain.protocol.exchange.types import Epoch, Push, PushPlan
+from p2ptrain.protocol.exchange.types import Epoch, Push, PushPlan, Snapshot
+from p2ptrain.protocol.rounds.deciding.grid import Grid
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 
 RNG = np.random.default_rng(0)
 ANCHOR = RNG.standard_normal((4, 64), np.float32)
@@ -59,6 +74,21 @@ def test_an_attack_on_fragments_replaces_their_values() -> None:
     assert float((lie("noise") - 1).square().mean().sqrt()) == pytest.approx(1, rel=0.2)
     # The honest ones are 7 to 2 away from it, 4.5 in the median: twice that, towards the flipped signs.
     assert torch.equal(lie("flipped"), push(1 - 2 * 4.5).values)
+
+
+def test_a_liar_sends_its_lie_and_lands_as_an_honest_peer_would() -> None:
+    def contribution() -> OwnContribution:
+        return OwnContribution(Snapshot(Epoch(), torch.ones(4, 64), 0, 0, 0, False, 0.0), Grid(0, 4))
+
+    honest, lying = contribution(), LyingContribution(contribution(), liars("zeros"), "peer-7")
+    for own in (honest, lying):
+        own.encode(ANCHOR, codec("int8"), (0, 4))
+    sent = [codec("int8").decode(own.chunks[0], 4) for own in (honest, lying)]
+    assert np.abs(sent[0] - (ANCHOR - 1)).max() < 0.1
+    assert not sent[1].any()
+    for own in (honest, lying):
+        own.land(codec("int8"), 0, np.zeros((4, 64), np.float32), np.empty((0, 64), np.float32))
+    assert torch.equal(lying.snapshot.weights, honest.snapshot.weights)
 
 
 @pytest.mark.long

@@ -133,12 +133,11 @@ def _settle(peers: list[Peer]) -> float:
     """Wait for several rounds of all peers. Returns, just after one, their median distance in seconds."""
     began_s = time.time()
 
-    def rounds() -> list[Event]:
-        commits = peers[0].commits(began_s)
-        return [commit for commit in commits if commit["group_size"] == PEERS]
+    def rounds() -> list[Event] | None:
+        commits = [commit for commit in peers[0].commits(began_s) if commit["group_size"] == PEERS]
+        return commits if len(commits) > SETTLED_ROUNDS else None
 
-    seen = _until(peers, lambda: len(rounds()) > SETTLED_ROUNDS and rounds())
-    times = [commit["t"] for commit in seen]
+    times = [float(commit["t"]) for commit in _until(peers, rounds)]
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
 

@@ -21,6 +21,7 @@ from benchmarks.results import Row
 from benchmarks.shapes import gpt2_124m, gpt_25m
 from benchmarks.wan import wide_area
 from benchmarks.workloads import Pause
+from p2ptrain.peer.group_peer import GroupPeer
 
 LINK_MBIT = 100.0
 # As `wan.c` takes it: 100 ms from one machine to another and back.
@@ -193,7 +194,7 @@ def _peer(
             _donate(pipe, model, peer, trains=trains)
 
 
-def _donate(pipe: Connection, model: nn.Module, peer: p2ptrain.Peer, *, trains: bool) -> None:
+def _donate(pipe: Connection, model: nn.Module, peer: p2ptrain.Peer | GroupPeer, *, trains: bool) -> None:
     """Take a round; then train until the benchmark says when the download was, and answer how much it slowed steps."""
     pipe.send(tuple(peer.maddrs))
     pipe.recv()
@@ -213,7 +214,7 @@ def _donate(pipe: Connection, model: nn.Module, peer: p2ptrain.Peer, *, trains: 
 
 
 @torch.no_grad()
-def _take_a_round(model: nn.Module, peer: p2ptrain.Peer) -> None:
+def _take_a_round(model: nn.Module, peer: p2ptrain.Peer | GroupPeer) -> None:
     """Complete one round, so that the momentum is not all zeros, which would be sent as nothing."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():

@@ -28,6 +28,7 @@ from benchmarks.shapes import gpt_25m
 from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Busy
 from p2ptrain.demo.orchestrator import EventReader
+from p2ptrain.peer.group_peer import GroupPeer
 
 SEEDS = (0, 1, 2)
 STEPS = 600
@@ -265,7 +266,7 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), error
 
 
-def _wait_for_others(peer: p2ptrain.Peer, others: int) -> None:
+def _wait_for_others(peer: p2ptrain.Peer | GroupPeer, others: int) -> None:
     deadline = time.monotonic() + 60.0
     while len(peer.alive) < others:
         if time.monotonic() > deadline:

@@ -327,7 +327,7 @@ def cells(attacks: Sequence[str], liars: Sequence[int], means: Sequence[str], se
 
 def _many(choices: Sequence[Any], **options: Any) -> Callable[[Any], Any]:
     kind = click.Choice(list(choices)) if isinstance(choices[0], str) else int
-    return click.option(options.pop("name"), default=list(choices), multiple=True, type=kind, **options)  # type: ignore[arg-type]
+    return click.option(options.pop("name"), default=list(choices), multiple=True, type=kind, **options)
 
 
 @click.command("python -m benchmarks.harm")

@@ -20,6 +20,6 @@ def mean_loss(model: nn.Module, held_out: Tokens, *, windows: int, batch: int) -
     inputs, targets = fixed_windows(held_out, context=context_length(model), count=windows)
     losses = [
         functional.cross_entropy(model(some).flatten(0, 1), wanted.flatten(), reduction="sum").item()
-        for some, wanted in zip(inputs.split(batch), targets.split(batch), strict=True)
+        for some, wanted in zip(torch.split(inputs, batch), torch.split(targets, batch), strict=True)
     ]
     return sum(losses) / targets.numel()

@@ -71,6 +71,7 @@ def cells(grid: str) -> Iterator[Cell]:
         for seed, interval, name, optimizer in itertools.product(SEEDS, INTERVALS, CODECS, OPTIMIZERS):
             yield Cell("bytes", "add", 0, optimizer, 4, "iid", seed, name, interval)
         return
+    groups: list[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...]]]
     groups = [((4,), ("iid",), (0, 20), SEEDS), ((4,), ("iid",), (5, 1), SEEDS)]
     groups += [((4,), ("clusters",), (0, 20, 5), SEEDS), ((8,), ("iid", "clusters"), (0, 20, 5), SEEDS)]
     for peers, shards, delays, seeds in groups:

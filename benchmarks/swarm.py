@@ -202,6 +202,7 @@ def _peer(pipe: Connection, setup: Setup, index: int, peers: int) -> None:
             metrics=Path(directory) / "metrics.jsonl",
         ) as peer,
     ):
+        assert isinstance(peer, p2ptrain.Peer), "one process, so no group"
         if index == 0:
             pipe.send(tuple(peer.maddrs))
         _wait_until(lambda: len(peer.alive) == peers - 1, timeout_s=60.0)

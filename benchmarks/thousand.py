@@ -106,6 +106,10 @@ class _Directory:
         return found
 
 
+def _at_once(work: Callable[[], object]) -> None:
+    work()
+
+
 class _Peer:
     """One peer: a node, and training that only moves its weights."""
 
@@ -118,7 +122,7 @@ class _Peer:
         self._noise = [0.01 * torch.randn(shape, generator=generator) for _, shape in SHAPES]
         self._start_s = STEP_S * rng.random()
         self.exchange = Exchange(
-            ParameterView(swarm.space, self._tensors), swarm.run, clock=trio.current_time, post=lambda work: work()
+            ParameterView(swarm.space, self._tensors), swarm.run, clock=trio.current_time, post=_at_once
         )
         log = EventLog(trio.current_time)
 

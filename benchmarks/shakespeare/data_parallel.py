@@ -65,7 +65,7 @@ def run(cell: Cell, data: Path, out: Path) -> dict[str, Any]:
 def _rank(pipe: Connection, port: int, rank: int, cell: Cell, data: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=cell.peers)
-    torch.manual_seed(cell.settings["run_seed"])  # type: ignore[arg-type]
+    torch.manual_seed(cell.seed)
     model = nanogpt_cpu(ALPHABET)
     config = RunConfig.from_dict(cell.settings)
     parallel = DistributedDataParallel(model)
@@ -94,7 +94,7 @@ def _step(
 ) -> None:  # fmt: skip
     model.train()
     inputs, targets = windows.next_batch()
-    functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+    functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     optimizer.step(lr_share(config, step))
     optimizer.zero_grad()

@@ -7,7 +7,7 @@ was started and stopped, and those of the files that it writes as it starts (`pe
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class Span:
 
     start_s: float
     end_s: float
-    parts: Counter[str]
+    parts: dict[str, float]
 
 
 def spans(diary: Iterable[Entry], pauses: Sequence[tuple[float, float]], step_s: float) -> list[Span]:
@@ -66,7 +66,7 @@ def spans(diary: Iterable[Entry], pauses: Sequence[tuple[float, float]], step_s:
             continue  # it has been asked to leave
         length_s = t - since_s
         asleep_s = sum(max(0.0, min(t, woke) - max(since_s, slept)) for slept, woke in pauses)
-        parts = Counter({DOWN: asleep_s})
+        parts = defaultdict(float, {DOWN: asleep_s})
         if now != TRAINING:
             parts[now] += length_s - asleep_s
         elif what != STEP:
@@ -78,13 +78,13 @@ def spans(diary: Iterable[Entry], pauses: Sequence[tuple[float, float]], step_s:
             parts[BLOCKED] = max(0.0, min(late_s, blocked_s))
             parts[EVALUATING] = max(0.0, min(late_s - parts[BLOCKED], evaluated_s))
             parts[SLOWER] = max(0.0, late_s - parts[BLOCKED] - parts[EVALUATING])
-            parts[TRAINING] = length_s - parts.total()
+            parts[TRAINING] = length_s - sum(parts.values())
         found.append(Span(since_s, t, parts))
         since_s, now, evaluated_s = t, TRAINING if what == STEP else what, 0.0
     return found
 
 
-def _repay(parts: Counter[str], early_s: float) -> None:
+def _repay(parts: dict[str, float], early_s: float) -> None:
     """Take back from the step before what it was late: the pause after it was shorter, so nothing was lost."""
     for use in (SLOWER, EVALUATING, BLOCKED):
         taken_s = min(parts[use], early_s)
@@ -95,7 +95,7 @@ def _repay(parts: Counter[str], early_s: float) -> None:
 
 def shares(peers: Sequence[Sequence[Span]], start_s: float, end_s: float) -> dict[str, float]:
     """The share of each use in the time of all peers from `start_s` to `end_s`; the sum is 1."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for span in itertools.chain.from_iterable(peers):
         inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
         if inside_s > 0:

@@ -92,7 +92,7 @@ def test_all_uses_add_up_to_all_time(seed: int) -> None:
     lives = [spans(_random_life(rng), pauses, STEP_S) for _ in range(4)]
     for life in lives:
         for span in life:
-            assert span.parts.total() == pytest.approx(span.end_s - span.start_s)
+            assert sum(span.parts.values()) == pytest.approx(span.end_s - span.start_s)
             assert min(span.parts.values()) > -1e-9
         assert all(before.end_s == after.start_s for before, after in itertools.pairwise(life))
     start_s, end_s = sorted(rng.uniform(1, 299) for _ in range(2))

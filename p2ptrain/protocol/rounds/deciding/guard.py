@@ -25,8 +25,9 @@ MOST_NORMS = 3.0
 # Tokens raise that limit by their square root, up to the tokens of two intervals: after a missed round a member has
 # that many. If they raised it in proportion, every second gradient of -5 times its size got in (benchmarks/harm.py).
 MOST_TOKENS_ALLOWED = 2.0
-# A mean's norm is refused above this many times the median of the last ones (guess). Honest ones change by less: by the
-# schedule of intervals (3), and with the number of contributors (its square root).
+# A mean's norm is refused above this many times the median of the last ones (guess); n intervals after the last round,
+# above n times that. Honest ones change by less: in proportion to the steps since then, by the schedule of intervals
+# (3), and with the number of contributors (its square root).
 MOST_MEANS = 8.0
 # Rounds remembered, and needed before anything is refused (guess).
 ROUNDS, LEAST_ROUNDS = 8, 3
@@ -150,8 +151,8 @@ class MeanGuard:
         self._norms: dict[tuple[int, int], deque[float]] = {}
         self._refused: set[tuple[Voter, str, int, int]] = set()
 
-    def limit(self, first: int, end: int) -> float:
-        """The largest norm of blocks [first, end) that is not refused."""
+    def limit(self, first: int, end: int, intervals: float = 1.0) -> float:
+        """The largest norm of blocks [first, end) that is not refused, this many intervals after the last round."""
         known = {blocks: statistics.median(past) for blocks, past in self._norms.items() if len(past) >= LEAST_ROUNDS}
         within = {(start, stop): norm for (start, stop), norm in known.items() if first <= start and stop <= end}
         own = within.pop((first, end), None)
@@ -159,22 +160,23 @@ class MeanGuard:
             return math.inf
         usual = math.hypot(*within.values()) if own is None else own
         # After rounds without any change there is no limit.
-        return MOST_MEANS * usual * 2.0 ** len(self._refused) or math.inf
+        return MOST_MEANS * max(1.0, intervals) * usual * 2.0 ** len(self._refused) or math.inf
 
     def note(self, norms: SpanNorms) -> None:
         """A round with this mean has landed."""
         self._norms.setdefault(blocks_of(norms), deque(maxlen=ROUNDS)).append(norm_of(norms))
         self._refused.clear()
 
-    def refusal(self, norms: SpanNorms, head: Head, leader: Voter, snapshot: int) -> str:
+    def refusal(self, norms: SpanNorms, head: Head, leader: Voter, snapshot: int, intervals: float) -> str:
         """Why this mean is refused; empty if it is not.
 
         Args:
             head: ours. The mean is of the round after it.
             leader: who proposes it.
             snapshot: the steps at which our snapshot was taken.
+            intervals: how many this peer has trained since `head`, by its own count.
         """
-        norm, limit = norm_of(norms), self.limit(*blocks_of(norms))
+        norm, limit = norm_of(norms), self.limit(*blocks_of(norms), intervals)
         if norm <= limit:
             return ""
         if leader in head.voters and len(self._refused) < MOST_DOUBLINGS:

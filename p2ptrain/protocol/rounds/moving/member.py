@@ -303,7 +303,8 @@ class Participation:
             return
         steps = own.snapshot.steps if own is not None else 0
         leader = (self.attempt.leader, self.attempt.incarnation)
-        reason = context.mean_guard.refusal(norms, self._head, leader, steps)
+        intervals = (context.exchange.run_step - self._head.run_step) / context.run.sync_every
+        reason = context.mean_guard.refusal(norms, self._head, leader, steps, intervals)
         if reason:
             logger.warning("round %d, attempt %d is refused: %s", record.round, self.attempt.counter, reason)
             if own is not None and context.audited:

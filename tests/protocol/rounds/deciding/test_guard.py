@@ -332,10 +332,10 @@ def test_each_section_has_a_history_and_the_whole_is_compared_with_all_of_them()
 
     for _ in range(3):
         guard.note(mean(0, 1000, 3.0))
-    assert guard.refusal(mean(0, 1000, 25.0), HEAD, X, 0)
+    assert guard.refusal(mean(0, 1000, 25.0), HEAD, X, 0, 1.0)
     # The other section, and so the whole, has no history yet.
-    assert not guard.refusal(mean(1000, 1500, 1e9), HEAD, X, 0)
-    assert not guard.refusal(mean(0, 1500, 1e9), HEAD, X, 0)
+    assert not guard.refusal(mean(1000, 1500, 1e9), HEAD, X, 0, 1.0)
+    assert not guard.refusal(mean(0, 1500, 1e9), HEAD, X, 0, 1.0)
     for _ in range(3):
         guard.note(mean(1000, 1500, 4.0))
     assert guard.limit(1000, 1500) == pytest.approx(32.0)
@@ -352,19 +352,36 @@ def test_a_mean_above_eight_times_the_median_of_the_last_rounds_is_refused() -> 
     for norm in (1.0, 50.0):
         guard.note(spans(norm))
         assert guard.limit(0, 2142) == np.inf
-        assert not guard.refusal(spans(1e9), HEAD, X, 0)
+        assert not guard.refusal(spans(1e9), HEAD, X, 0, 1.0)
     guard.note(spans(2.0))
     assert guard.limit(0, 2142) == pytest.approx(16.0)
-    assert not guard.refusal(spans(15.9), HEAD, X, 0)
-    reason = guard.refusal(spans(16.1), HEAD, X, 0)
+    assert not guard.refusal(spans(15.9), HEAD, X, 0, 1.0)
+    reason = guard.refusal(spans(16.1), HEAD, X, 0, 1.0)
     assert reason == "the norm of the mean, 16.1, is above the limit of the last rounds, 16"
+
+
+def test_after_intervals_without_a_round_the_limit_is_as_many_times_higher() -> None:
+    """Else peers that trained through an outage would refuse each other's mean, longer than it lasted."""
+    guard = MeanGuard()
+    for _ in range(3):
+        guard.note(spans(1.0))
+    assert [guard.limit(0, 2142, intervals) for intervals in (-3.0, 0.0, 1.0, 2.5, 100.0)] == [
+        8.0,
+        8.0,
+        8.0,
+        20.0,
+        800.0,
+    ]
+    assert not guard.refusal(spans(799.0), HEAD, X, 20, 100.0)
+    assert guard.refusal(spans(801.0), HEAD, X, 20, 100.0)
+    assert guard.limit(0, 2142) == pytest.approx(16.0)
 
 
 def test_rounds_without_any_change_refuse_nothing() -> None:
     guard = MeanGuard()
     for _ in range(5):
         guard.note(spans(0.0))
-    assert not guard.refusal(spans(1.0), HEAD, X, 0)
+    assert not guard.refusal(spans(1.0), HEAD, X, 0, 1.0)
 
 
 def test_a_refusal_doubles_the_limit_once_for_each_voter_and_interval_until_a_round_lands() -> None:
@@ -372,18 +389,18 @@ def test_a_refusal_doubles_the_limit_once_for_each_voter_and_interval_until_a_ro
     for _ in range(3):
         guard.note(spans(1.0))
     for _ in range(5):
-        assert guard.refusal(spans(1e6), HEAD, X, 20)
+        assert guard.refusal(spans(1e6), HEAD, X, 20, 1.0)
         assert guard.limit(0, 2142) == pytest.approx(16.0)
-    assert guard.refusal(spans(1e6), HEAD, Y, 20)
+    assert guard.refusal(spans(1e6), HEAD, Y, 20, 1.0)
     assert guard.limit(0, 2142) == pytest.approx(32.0)
     # The round was skipped.
-    assert guard.refusal(spans(1e6), HEAD, X, 40)
+    assert guard.refusal(spans(1e6), HEAD, X, 40, 1.0)
     assert guard.limit(0, 2142) == pytest.approx(64.0)
     # Another round, by a state that came from elsewhere.
-    assert guard.refusal(spans(1e6), msgspec.structs.replace(HEAD, round=8), X, 40)
+    assert guard.refusal(spans(1e6), msgspec.structs.replace(HEAD, round=8), X, 40, 1.0)
     assert guard.limit(0, 2142) == pytest.approx(128.0)
     for steps in range(60, 1000, 20):
-        assert guard.refusal(spans(1e6), HEAD, X, steps)
+        assert guard.refusal(spans(1e6), HEAD, X, steps, 1.0)
     assert guard.limit(0, 2142) == pytest.approx(64 * 8.0)
     guard.note(spans(1.0))
     assert guard.limit(0, 2142) == pytest.approx(8.0)
@@ -394,8 +411,8 @@ def test_refusals_of_leaders_that_are_no_voters_leave_the_limit() -> None:
     for _ in range(3):
         guard.note(spans(1.0))
     for number in range(20):
-        assert guard.refusal(spans(1e6), HEAD, (f"x{number}", "x.1"), 20 * number)
-        assert guard.refusal(spans(1e6), HEAD, ("x", f"x.{number + 2}"), 20 * number)
+        assert guard.refusal(spans(1e6), HEAD, (f"x{number}", "x.1"), 20 * number, 1.0)
+        assert guard.refusal(spans(1e6), HEAD, ("x", f"x.{number + 2}"), 20 * number, 1.0)
     assert guard.limit(0, 2142) == pytest.approx(8.0)
 
 

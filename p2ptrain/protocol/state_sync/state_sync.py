@@ -150,7 +150,7 @@ class StateSync:
         if beat is None or not self._driver.may_follow(link):
             return False
         may_change = is_fresh(head, self._context.run) and beat.genesis != head.genesis and not self._is_named(link)
-        return not may_change or self._follows_start(beat)
+        return not may_change or self._is_our_founder(link) or self._follows_start(beat)
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -284,10 +284,10 @@ class StateSync:
             return False
         is_other_start = head.genesis != driver.head.genesis and shared(ours, entries) is None
         if is_other_start and is_fresh(driver.head, self._context.run):
+            if self._is_our_founder(donor):
+                return True  # we joined this peer's start, and it has left it
             if not self._is_named(donor):
                 return self._follows_start(head)
-            if donor is not None and donor.peer_id == self.run_founder:
-                return True  # our user joined this peer, and it has left its own start
         # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
         present = () if driver.has_ended else self._context.liveness.present()
         return is_preferred(
@@ -302,6 +302,11 @@ class StateSync:
     def _is_named(self, donor: Link | None) -> bool:
         """Whether the user named this peer as an initial peer, or (None) gave its state."""
         return donor is None or donor.peer_id in self._context.links.chosen
+
+    def _is_our_founder(self, donor: Link | None) -> bool:
+        """Whether this peer began the start of the run that we are in, and our user named it or no other peer of it."""
+        is_founder = donor is not None and donor.peer_id == self.run_founder
+        return is_founder and (self._is_named(donor) or not self.joining.from_initial_peer)
 
     def _started_here(self) -> bool:
         """Whether our user started the run: this peer founded it, and was given no peer to ask."""

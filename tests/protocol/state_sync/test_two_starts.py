@@ -187,6 +187,28 @@ def test_a_founder_that_is_restarted_before_the_first_round_keeps_its_run() -> N
     run_virtual(main)
 
 
+def test_a_founder_that_starts_anew_before_the_first_round_is_followed() -> None:
+    """Although its second start is no larger, and has the larger id: it was the only voter, and follows nobody."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=400)) as s:
+            s.start("a", founder=True)
+            s.start("b")
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            s.kill("a")
+            s.network.partition(["a"], ["b"])
+            s.start("a", founder=True)
+            await s.until(s.peers["a"].node.ready.is_set)
+            (first,), (second,) = _geneses(s, "b"), _geneses(s, "a")
+            assert first < second
+            s.network.partition()
+            await s.until(lambda: _geneses(s, "ab") == {second}, within_s=20)
+            assert not s.peers["a"].rounds()
+            await s.until(lambda: common(s, 1, 2))
+
+    run_virtual(main)
+
+
 def test_who_named_a_founder_goes_with_it_to_the_larger_start() -> None:
     """Whatever the ids of the two starts."""
 

@@ -94,7 +94,7 @@ RUNS = (
         "[kills, pauses, cuts and restarts](../understand/reliability.md#the-soak)",
         {"goodput": r"goodput.*\| ([\d.]+%) \|", "training blocked": r"blocked the training.*\| ([\d.]+%) \|"},
     ),
-    Run("storms", "make storms", "2 h", "[500 storms in virtual time](../understand/reliability.md)", PASSED),
+    Run("storms", "make storms", "40 min", "[500 storms in virtual time](../understand/reliability.md)", PASSED),
     Run("bench", "make bench", "2 h", "[speed, bytes and memory](benchmarks.md)"),
     Run("harm", "make harm", "1 h", "[what lying members cost](../understand/security.md)"),
     Run("thousand", "make thousand", "1 h", "[large swarms](benchmarks.md#large-swarms)"),

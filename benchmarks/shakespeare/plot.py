@@ -93,7 +93,7 @@ def draw_curves(groups: Sequence[Runs], path: Path, title: str, data_parallel_mb
 def methods(groups: Sequence[Runs]) -> dict[str, Runs]:
     """The runs of 2000 steps with Muon by method: one machine, data parallel, and peers with each half and both."""
     wanted = {
-        "both (p2ptrain)": Cell(TOGETHER, "muon", 2000, 0, *FIRST[1][1:]),
+        "rounds and gossip (p2ptrain)": Cell(TOGETHER, "muon", 2000, 0, *FIRST[1][1:]),
         "data parallel": Cell(LARGE, "muon", 2000, 0),
         "gossip alone (SPARTA)": Cell(SIMULATED, "muon", 2000, 0, *GOSSIP_ALONE[1:]),
         "rounds alone (DiLoCo)": Cell(SIMULATED, "muon", 2000, 0, *ROUNDS_ALONE[1:]),
@@ -117,7 +117,7 @@ def draw_bytes(groups: Sequence[Runs], path: Path, data_parallel_mb: Megabytes) 
                 continue
             sent = data_parallel_mb(cell.steps) if cell.arm == LARGE else _mean_of(runs, "mb_per_peer")
             axes.plot(sent, loss, "o", color=colour, markersize=11)
-            # Rounds alone have the neighbour "both", whose name is above.
+            # Rounds alone have the neighbour with gossip, whose name is above.
             is_below = cell.arm == SIMULATED and not cell.p
             axes.annotate(f"{name}\n{sent:,.0f} MB: {loss:.2f}", (sent, loss), xytext=(0, -11 if is_below else 11),
                           va="top" if is_below else "bottom", ha="center", color=colour,

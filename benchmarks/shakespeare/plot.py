@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,12 @@ def methods(groups: Sequence[Runs]) -> dict[str, Runs]:
     return {name: by_cell[cell] for name, cell in wanted.items() if cell in by_cell}
 
 
-def draw_bytes(groups: Sequence[Runs], path: Path, data_parallel_mb: Megabytes) -> None:
-    """The loss on 1,000 windows at the end, by what one of four machines sent in 2000 steps with Muon."""
+def draw_bytes(compared: Mapping[str, Runs], path: Path, data_parallel_mb: Megabytes) -> None:
+    """The loss of `methods` on 1,000 windows at the end, by what one of four machines sent."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 4), layout="constrained")
         axes = figure.subplots()
-        for colour, (name, runs) in zip(COLOURS, methods(groups).items(), strict=False):
+        for colour, (name, runs) in zip(COLOURS, compared.items(), strict=False):
             cell, loss = runs[0][0], _mean_of(runs, "loss")
             if cell.arm == ALONE:
                 axes.axhline(loss, color="#999999", linewidth=1, linestyle=":")

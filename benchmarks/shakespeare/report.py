@@ -137,8 +137,8 @@ def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent)
         if runs:
             draw_curves(runs, pictures / f"{optimizer}.png", f"{name} inside", data_parallel_mb)
             parts.append(f"![Loss with {name} against steps, tokens, bytes and seconds](results/{optimizer}.png)")
-    if methods(grouped(results)):
-        draw_bytes(grouped(results), pictures / "bytes.png", data_parallel_mb)
+    if by_method := methods(grouped(results)):
+        draw_bytes(by_method, pictures / "bytes.png", data_parallel_mb)
     if any(cell.arm == SIMULATED for cell in results):
         draw_simulated(grouped(results), pictures / "simulated.png")
         parts += ["### Simulated peers beside real ones", compared(results)]

@@ -188,7 +188,7 @@ def test_a_founder_that_is_restarted_before_the_first_round_keeps_its_run() -> N
 
 
 def test_a_founder_that_starts_anew_before_the_first_round_is_followed() -> None:
-    """Although its second start is no larger, and has the larger id: it was the only voter, and follows nobody."""
+    """Its member would otherwise keep the first start, which is as large and has the smaller id."""
 
     async def main() -> None:
         async with swarm(dataclasses.replace(PLAIN, sync_every=400)) as s:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import operator
 import random
 import resource
 import statistics
@@ -106,10 +107,6 @@ class _Directory:
         return found
 
 
-def _at_once(work: Callable[[], object]) -> None:
-    work()
-
-
 class _Peer:
     """One peer: a node, and training that only moves its weights."""
 
@@ -122,7 +119,7 @@ class _Peer:
         self._noise = [0.01 * torch.randn(shape, generator=generator) for _, shape in SHAPES]
         self._start_s = STEP_S * rng.random()
         self.exchange = Exchange(
-            ParameterView(swarm.space, self._tensors), swarm.run, clock=trio.current_time, post=_at_once
+            ParameterView(swarm.space, self._tensors), swarm.run, clock=trio.current_time, post=operator.call
         )
         log = EventLog(trio.current_time)
 

@@ -9,10 +9,11 @@ import click
 
 from p2ptrain.cli.options import NumberRange
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import default_dir
 
 
 @click.command()
-@click.argument("directory", default=f"p2ptrain-{RunConfig.run_id}", metavar="[DIR]")
+@click.argument("directory", default=str(default_dir(RunConfig.run_id)), metavar="[DIR]")
 @click.option("--prompt", default="def ", help="Beginning of the text.")
 @click.option("--length", type=click.IntRange(min=1), default=500, help="Tokens to add.")
 @click.option(
@@ -53,7 +54,7 @@ def generate(
 
 
 @click.command()
-@click.argument("directory", default=f"p2ptrain-{RunConfig.run_id}", metavar="[CHECKPOINT]")
+@click.argument("directory", default=str(default_dir(RunConfig.run_id)), metavar="[CHECKPOINT]")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New directory to write.")
 @click.option("--tokenizer", metavar="NAME", help="If there is none: FILE.json or hub:NAME, as for join.")
 def export(directory: str, out: Path, tokenizer: str | None) -> None:

@@ -12,7 +12,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, Context
-from typing import Any
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
@@ -20,12 +19,11 @@ from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.pairwise import swap_bytes
 from p2ptrain.algorithms.topology import partners
-from p2ptrain.errors import ConfigError
 from p2ptrain.formatting import count, seconds, size
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.deciding.timeouts import SMALLER_CODEC, allowed_share, fewest_steps
+from p2ptrain.protocol.rounds.deciding.timeouts import allowed_share, changed, fewest_steps, with_smaller_codec
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Attempt, Join
 from p2ptrain.settings.config import RunConfig
@@ -243,11 +241,11 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
     is_too_frequent = found.share > allowed_share(sections)
     if not is_too_frequent:
         yield f"H = {run.sync_every} suits this link: {event} takes at most {share} of its interval from {steps} on"
-    for name, value in alternatives(run, link):
-        other = estimate_run(dataclasses.replace(run, **{name: value}), params, link)
+    for option, changed_run in _alternatives(run, link):
+        other = estimate_run(changed_run, params, link)
         if other.round_s < NOTABLY * found.round_s:
             yield (
-                f"with --{name.replace('_', '-')} {value} {event} takes {seconds(other.round_s)} instead of "
+                f"with {option} {event} takes {seconds(other.round_s)} instead of "
                 f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s, sections)} is "
                 "enough"
             )
@@ -279,9 +277,8 @@ def _sections_advice(run: RunConfig, params: int, link: Link, found: Estimate) -
     """Yield that the rounds could average sections, if this is allowed and saves most of a round's time."""
     if run.round_sections > 1 or run.sync_every < SECTIONS:
         return
-    try:
-        cut = dataclasses.replace(run, round_sections=SECTIONS, sync_every=run.sync_every // SECTIONS)
-    except ConfigError:
+    cut = changed(run, round_sections=SECTIONS, sync_every=run.sync_every // SECTIONS)
+    if cut is None:
         return
     other = estimate_run(cut, params, link)
     if other.round_s < found.round_s / 2 and other.share < 1:
@@ -291,14 +288,14 @@ def _sections_advice(run: RunConfig, params: int, link: Link, found: Estimate) -
         )
 
 
-def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:
-    """Yield settings, with a value each, that may make a round shorter and did not raise the loss."""
+def _alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, RunConfig]]:
+    """Yield options that may make a round shorter and did not raise the loss, each with the run that has it."""
     # Gather is for two or three (docs/use/choosing.md).
     if run.averaging == "gather" and min(link.peers, run.max_contributors) > 3:
-        yield "averaging", "parts"
-    smaller = None if run.is_pairwise and run.round_codec == "int8" else SMALLER_CODEC.get(run.round_codec)
-    if smaller is not None and not run.prune_fraction and run.inner_moments == "local":
-        yield "round_codec", smaller
+        yield "--averaging parts", dataclasses.replace(run, averaging="parts")
+    smaller = with_smaller_codec(run)
+    if smaller is not None:
+        yield f"--round-codec {smaller.round_codec}", smaller
 
 
 def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:

@@ -178,6 +178,6 @@ def _checked(address: str, origin: str) -> str:
 def nobody_found(run_id: str, option: str) -> str:
     """The message for a user whose run has no peer that answers. `option`: the one that takes the run's name."""
     return (
-        f"no peers found for run {run_id!r}; starting it, unless another peer does so first. If it should exist, check "
-        f"{option}: it may have ended"
+        f"no peers found for run {run_id!r}; starting it, unless another peer does so first. If you expected peers, "
+        f"check {option}; the run may have ended"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from p2ptrain.settings.peer_id import is_peer_id
 from p2ptrain.settings.presets import PRESETS
@@ -25,6 +26,11 @@ from p2ptrain.settings.setting import (
 # Where this machine listens if the user gives no host: other machines cannot connect.
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
+
+
+def default_dir(run_id: str) -> Path:
+    """The output directory of a peer whose user named none, in the current one."""
+    return Path(f"p2ptrain-{run_id}")
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int] | None:
@@ -99,7 +105,7 @@ class NetworkConfig:
     gossip_budget: float = setting(0.02, number("above 0 and at most 1, all cores", lambda share: 0 < share <= 1),
         metavar="SHARE",
         help="Share of this machine's CPU time that gossip may take; less: fewer pushes.",
-        why="Where every core is busy, what gossip takes is lost to training: 4 to 7 % were measured on two cores, as "
+        why="Where every core is busy, what gossip takes is lost to training: 5 to 7 % were measured on two cores, as "
         "the budget does not see all that other threads and processes lose. With eight cores or more, gossip hardly "
         "ever needs as much, and pushes at every step.")
     relay_peers: int = setting(32, count(0),

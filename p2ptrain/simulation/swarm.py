@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import math
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -109,7 +110,7 @@ class SimulatedPeer:
             gradient=lambda: weather.random() < experiment.drop,
         )
         clock = trio.current_time
-        self._exchange = Exchange(parts.view, run, averaged=averaged, clock=clock, post=_at_once, drops=drops)
+        self._exchange = Exchange(parts.view, run, averaged=averaged, clock=clock, post=operator.call, drops=drops)
         self._exchange.shard_tokens = shard_tokens
         of_run = {"run_id": run.run_id, "run_digest": run.digest, "run": run.to_dict()}
         self.record("start", peer_id=self.peer_id, maddrs=[], incarnation=name, parameters=parts.space.numel, **of_run)
@@ -198,10 +199,6 @@ class SimulatedPeer:
                 self._exchange.idle()
                 await trio.sleep(self._experiment.step_s)
         record_evaluation(self, self.trainer, self._experiment.eval_every)
-
-
-def _at_once(work: Callable[[], object]) -> None:
-    work()
 
 
 class _Simulation:

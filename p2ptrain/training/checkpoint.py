@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from p2ptrain.errors import CheckpointError, ConfigError
-from p2ptrain.training.output_dir import DEFAULT_PREFIX
+from p2ptrain.settings.peer_config import default_dir
 
 FORMAT = 2
 KEEP = 3
@@ -168,8 +168,9 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     if saved is None:
         fault = "no checkpoint there" if path.exists() else "no such directory"
         patterns = [f"{glob.escape(path.name)}*"]
-        if path.name.startswith(DEFAULT_PREFIX):
-            patterns += [f"{DEFAULT_PREFIX}*", "*"]  # another run's, or one with --out
+        of_any_run = f"{default_dir('*')}"
+        if path.match(of_any_run):
+            patterns += [of_any_run, "*"]  # another run's, or one with --out
         for pattern in patterns:
             if siblings := sorted(filter(checkpoints, path.parent.glob(pattern))):
                 raise ConfigError(f"{path}: {fault}; {siblings[0]} has a checkpoint")

@@ -25,6 +25,7 @@ from p2ptrain.peer.sinks import Sink
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.initial_peers import write_addresses
 from p2ptrain.settings.machine import free_memory_bytes
+from p2ptrain.settings.peer_config import default_dir
 from p2ptrain.settings.table import Settings
 from p2ptrain.settings.torchrun import ONE_PROCESS, Launch
 from p2ptrain.settings.unusual import unusual
@@ -40,7 +41,7 @@ from p2ptrain.training.known_peers import open_session, write_known_peers
 from p2ptrain.training.loop import TrainingEnd, take_part
 from p2ptrain.training.memory import check_tokens
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
-from p2ptrain.training.output_dir import DEFAULT_PREFIX, claim_out
+from p2ptrain.training.output_dir import claim_out
 from p2ptrain.training.parallel import check_fsdp
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.training.progress import TrainingProgress
@@ -129,8 +130,8 @@ def join_run(
 
             show = take_port(config.dashboard, settings.page_config(), stack)
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
-        if config.out is None and out.name != f"{DEFAULT_PREFIX}{run_id}":
-            say(f"{DEFAULT_PREFIX}{run_id} is in use; to continue this peer later, add --out {out}")
+        if config.out is None and out != default_dir(run_id):
+            say(f"{default_dir(run_id)} is in use; to continue this peer later, add --out {out}")
         saved = read_saved(out, settings, config)
         if config.log is not None:
             watching.append(stack.enter_context(closing(open_tracker(config.log, out, run_id))))

@@ -14,12 +14,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.peer_config import default_dir
 
 # Guess: nobody starts more peers than this in one directory without --out.
 MAX_NUMBERED = 100
 KNOWN_PEERS_FILE = "peers.txt"
-# A directory that the user did not name: this, and the run id.
-DEFAULT_PREFIX = "p2ptrain-"
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def claim_out(out: str | None, run_id: str, *, joins: bool) -> Iterator[Path]:
         joins: whether this peer has initial peers. If so, and `p2ptrain-<run id>` is in use, the next free one of
             `p2ptrain-<run id>-2`, `-3` … is used, so that the printed command also works in a second terminal.
     """
-    first = Path(out or f"{DEFAULT_PREFIX}{run_id}")
+    first = Path(out or default_dir(run_id))
     candidates = [first]
     if out is None and joins:
         candidates += [Path(f"{first}-{number}") for number in range(2, MAX_NUMBERED)]
@@ -54,7 +53,7 @@ def has_run(out: str | None, run_id: str) -> bool:
 
     Such a directory has a checkpoint, or the addresses of other peers. Raises ConfigError if it cannot be used.
     """
-    directory = Path(out or f"{DEFAULT_PREFIX}{run_id}")
+    directory = Path(out or default_dir(run_id))
     try:
         if not any(directory.glob("checkpoint-*")) and not (directory / KNOWN_PEERS_FILE).exists():
             return False

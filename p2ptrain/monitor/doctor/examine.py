@@ -17,7 +17,7 @@ from p2ptrain.network.addresses import check_host_maddrs
 from p2ptrain.network.probe import Probe, probe
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.peer_config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig, default_dir
 from p2ptrain.settings.table import Settings
 
 # A router that maps ports (UPnP) answers within seconds.
@@ -39,7 +39,7 @@ def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Itera
     """
     config = settings.peer_config()
     run_id = str(settings.values["run_id"])
-    out = Path(config.out or f"p2ptrain-{run_id}")
+    out = Path(config.out or default_dir(run_id))
     if config.threads:
         torch.set_num_threads(config.threads)
     network, refusal = dataclasses.replace(config.network, identity=None), None

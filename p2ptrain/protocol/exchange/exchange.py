@@ -92,7 +92,7 @@ class Exchange:
         averaged: FlatView | None = None,
         transfers: Transfers | None = None,
         clock: Callable[[], float],
-        post: Callable[[Callable[[], object]], None],
+        post: Callable[[Callable[[], object]], object],
         cpu_clock: Callable[[], float] = lambda: 0.0,
         drops: types.Drops = types.NO_DROPS,
     ) -> None:

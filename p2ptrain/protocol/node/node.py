@@ -120,7 +120,7 @@ class Node:
             swarm_size=lambda: self.membership.size.estimate if self.membership.is_large else 0.0,
         )
         driver = self.driver = RoundDriver(context, rng)
-        self._interval = IntervalWatch(config.sync_every, config.round_sections, config.round_codec)
+        self._interval = IntervalWatch(config)
         rounds = RoundPeers(
             driver.is_candidate,
             driver.may_be_candidate,

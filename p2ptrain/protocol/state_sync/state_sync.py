@@ -52,8 +52,8 @@ OVERTAKEN_RETRY_S = 0.25
 # will not (guess).
 OTHER_START_S = 10.0
 OTHER_START_JOINED = (
-    "joined the start of run %r that %s founded, before the first round. Tickets that this peer printed before name "
-    "another founder: give its address instead"
+    "joined the start of run %r that %s founded, before the first round. Tickets that this peer printed earlier name "
+    "the old founder, and are refused: give its address, or a new ticket"
 )
 
 

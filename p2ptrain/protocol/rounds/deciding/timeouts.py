@@ -10,13 +10,17 @@ parameters, Muon inside; with AdamW 0.06 and 0.16).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import deque
+from typing import Any
 
+from p2ptrain.errors import ConfigError
 from p2ptrain.formatting import seconds
 from p2ptrain.protocol.rounds.deciding.events import Limits
 from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.settings.config import RunConfig
 
 # A sender without a chunk for this long is excluded, or for four round trips, or twice what one takes on the slowest
 # line, if that is more: on a busy machine encoding and hashing stop for two to three seconds (measured: four peers on
@@ -142,20 +146,29 @@ def fewest_steps(round_s: float, step_s: float, sections: int = 1) -> int:
     return math.ceil(round_s / allowed_share(sections) / step_s - 1e-9)
 
 
+def changed(run: RunConfig, **settings: Any) -> RunConfig | None:
+    """The run with these settings instead; None if its other ones do not allow them."""
+    try:
+        return dataclasses.replace(run, **settings)
+    except ConfigError:
+        return None
+
+
+def with_smaller_codec(run: RunConfig) -> RunConfig | None:
+    """The run with the next codec of those that did not raise the loss, if its other settings allow one."""
+    smaller = SMALLER_CODEC.get(run.round_codec)
+    return changed(run, round_codec=smaller) if smaller else None
+
+
 class IntervalWatch:
-    """Warns if this peer's rounds take too much of their intervals.
+    """Warns if this peer's rounds take too much of their intervals."""
 
-    Args:
-        sync_every: the run's H.
-        sections: how many the run has; each round averages one.
-        round_codec: the run's codec.
-    """
-
-    def __init__(self, sync_every: int, sections: int, round_codec: str) -> None:
-        self._sync_every = sync_every
-        self._sections = sections
-        smaller = SMALLER_CODEC.get(round_codec)
-        self._other_remedies = (f"--round-codec {smaller}, " if smaller else "") + "or more --round-sections"
+    def __init__(self, run: RunConfig) -> None:
+        self._sync_every = run.sync_every
+        self._sections = run.round_sections
+        smaller, sectioned = with_smaller_codec(run), changed(run, round_sections=run.round_sections + 1)
+        self._other_remedies = [f"--round-codec {smaller.round_codec}"] if smaller else []
+        self._other_remedies += ["more --round-sections"] if sectioned else []
         self._rounds_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
         self._intervals_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
         self._told_s = -math.inf
@@ -183,5 +196,6 @@ class IntervalWatch:
         return (
             f"a round takes {seconds(usual_s)}, {100 * usual_s / usual_interval_s:.0f} % of its interval of "
             f"{seconds(usual_interval_s)}, and its result lands late, which costs loss. This run keeps its H = "
-            f"{self._sync_every}; give the next one --sync-every {enough} or more, {self._other_remedies}"
+            f"{self._sync_every}; give the next one "
+            + ", or ".join([f"--sync-every {enough} or more", *self._other_remedies])
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -15,7 +16,12 @@ from p2ptrain.protocol.rounds.deciding.timeouts import (
     PeerBackoff,
     Timeouts,
 )
+from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
+
+
+def run(sync_every: int = 200, sections: int = 1, codec: str = "int8") -> RunConfig:
+    return RunConfig(sync_every=sync_every, round_sections=sections, round_codec=codec)
 
 
 def told(watch: IntervalWatch, rounds_s: list[float], now: float = 0.0, interval_s: float = 20.0) -> list[str]:
@@ -37,58 +43,72 @@ def test_a_round_of_the_whole_after_rounds_of_sections_may_take_as_many_times_lo
 
 
 def test_a_round_may_take_a_tenth_of_its_interval() -> None:
-    assert told(IntervalWatch(200, 1, "int8"), [2.0] * 5) == []
-    (text,) = told(IntervalWatch(200, 1, "int8"), [2.5] * 5)
+    assert told(IntervalWatch(run()), [2.0] * 5) == []
+    (text,) = told(IntervalWatch(run()), [2.5] * 5)
     assert text == (
         "a round takes 2.5 s, 12 % of its interval of 20 s, and its result lands late, which costs loss. This run "
-        "keeps its H = 200; give the next one --sync-every 250 or more, --round-codec int4, or more --round-sections"
+        "keeps its H = 200; give the next one --sync-every 250 or more, or --round-codec int4, or more --round-sections"
     )
-    (text,) = told(IntervalWatch(500, 1, "int8"), [120.0] * 5, interval_s=500.0)
+    (text,) = told(IntervalWatch(run(500)), [120.0] * 5, interval_s=500.0)
     assert text.startswith("a round takes 2 min, 24 % of its interval of 8 min, ")
 
 
 def test_the_h_that_would_do_is_the_runs() -> None:
-    (text,) = told(IntervalWatch(100, 1, "int8"), [5.0] * 5)
+    (text,) = told(IntervalWatch(run(100)), [5.0] * 5)
     assert "keeps its H = 100; give the next one --sync-every 250 or more" in text
 
 
 @pytest.mark.parametrize("codec", ["int4", "int2", "topk"])
 def test_no_codec_is_named_where_a_smaller_one_costs_loss(codec: str) -> None:
-    (text,) = told(IntervalWatch(200, 1, codec), [2.5] * 5)
+    (text,) = told(IntervalWatch(run(codec=codec)), [2.5] * 5)
     assert text.endswith("give the next one --sync-every 250 or more, or more --round-sections")
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedies"),
+    [
+        ({"inner_moments": "averaged", "round_codec": "none", "round_mean": "weighted"}, ""),
+        ({"outer_optimizer": "adam"}, ", or --round-codec int4"),
+        ({"prune_fraction": 0.5}, ", or more --round-sections"),
+        ({"averaging": "pairwise", "outer_optimizer": "sgdm"}, ""),
+    ],
+)
+def test_only_settings_that_the_run_allows_are_named(settings: dict[str, object], remedies: str) -> None:
+    (text,) = told(IntervalWatch(dataclasses.replace(run(), **settings)), [2.5] * 5)
+    assert text.endswith(f"give the next one --sync-every 250 or more{remedies}")
 
 
 def test_with_sections_an_interval_of_each_counts() -> None:
     """Five sections of 40 steps: each is averaged every 200 steps."""
-    assert told(IntervalWatch(40, 5, "int8"), [2.0] * 5, interval_s=4.0) == []
-    (text,) = told(IntervalWatch(40, 5, "int8"), [2.5] * 5, interval_s=4.0)
+    assert told(IntervalWatch(run(40, sections=5)), [2.0] * 5, interval_s=4.0) == []
+    (text,) = told(IntervalWatch(run(40, sections=5)), [2.5] * 5, interval_s=4.0)
     assert "give the next one --sync-every 50 or more" in text
     # A round must fit into its interval, however many sections there are.
-    (text,) = told(IntervalWatch(40, 20, "int8"), [2.5] * 5, interval_s=4.0)
+    (text,) = told(IntervalWatch(run(40, sections=20)), [2.5] * 5, interval_s=4.0)
     assert "give the next one --sync-every 50 or more" in text
 
 
 def test_two_slow_rounds_of_five_say_nothing() -> None:
-    assert told(IntervalWatch(200, 1, "int8"), [30.0, 30.0, 1.0, 1.0, 1.0, 30.0]) == []
-    assert told(IntervalWatch(200, 1, "int8"), [30.0] * 4) == []
-    assert len(told(IntervalWatch(200, 1, "int8"), [30.0, 30.0, 1.0, 1.0, 30.0])) == 1
+    assert told(IntervalWatch(run()), [30.0, 30.0, 1.0, 1.0, 1.0, 30.0]) == []
+    assert told(IntervalWatch(run()), [30.0] * 4) == []
+    assert len(told(IntervalWatch(run()), [30.0, 30.0, 1.0, 1.0, 30.0])) == 1
 
 
 def test_two_short_intervals_of_five_say_nothing() -> None:
     """While others join, a peer's own H may be shorter for a while."""
-    watch = IntervalWatch(200, 1, "int8")
+    watch = IntervalWatch(run())
     assert not any(watch.note(1.0, interval_s, 0.0) for interval_s in (20.0, 3.0, 20.0, 20.0, 3.0))
 
 
 def test_the_warning_is_repeated_after_an_hour() -> None:
-    watch = IntervalWatch(200, 1, "int8")
+    watch = IntervalWatch(run())
     assert len(told(watch, [5.0] * 5, now=7.0)) == 1
     assert told(watch, [5.0] * 5, now=6.0 + AGAIN_AFTER_S) == []
     assert len(told(watch, [5.0] * 5, now=7.0 + AGAIN_AFTER_S)) == 1
 
 
 def test_before_the_first_step_nothing_is_known() -> None:
-    assert not told(IntervalWatch(200, 1, "int8"), [5.0] * 5, interval_s=0.0)
+    assert not told(IntervalWatch(run()), [5.0] * 5, interval_s=0.0)
 
 
 @pytest.mark.parametrize(("latency_s", "warnings"), [(0.001, 0), (0.1, 2)])

@@ -138,7 +138,11 @@ class ProgressMeter:
         peer, trainer, recent, eval_loss = self._peer, self._trainer, self._recent, self._evaluation.loss
         seconds = max(sum(done.seconds for done in recent), 1e-9)
         # The pace counts the run's steps, not ours, which are fewer on a slow peer.
-        self._pace = self._pace.after(peer.run_step - self._run_step, seconds)
+        moved = peer.run_step - self._run_step
+        if moved < -peer.run.sync_every:  # no round: another state was adopted
+            self._pace = Pace(self._pace.memory)
+        else:
+            self._pace = self._pace.after(moved, seconds)
         self._recent, self._run_step = [], peer.run_step
         # Each rank trains on its own text.
         loss, tokens = trainer.ranks.total(sum(done.loss for done in recent), sum(done.tokens for done in recent))

@@ -146,7 +146,11 @@ class LineageWatch:
 
     def _missing(self, head: Head) -> str:
         present = self._liveness.present()
-        missing = [shown(peer_id) for peer_id, incarnation in head.voters if (peer_id, incarnation) not in present]
+        missing = [
+            shown(peer_id) if peer_id != self._liveness.own[0] else "this peer before its restart"
+            for peer_id, incarnation in head.voters
+            if (peer_id, incarnation) not in present
+        ]
         more = f" and {len(missing) - MOST_NAMED} others" if len(missing) > MOST_NAMED else ""
         return ", ".join(missing[:MOST_NAMED]) + more
 

@@ -52,9 +52,13 @@ OVERTAKEN_RETRY_S = 0.25
 # will not (guess).
 OTHER_START_S = 10.0
 OTHER_START_JOINED = (
-    "joined the start of run %r that %s founded, before the first round. Tickets that this peer printed earlier name "
-    "the old founder, and are refused: give its address, or a new ticket"
+    "joined the start of run %r that %s founded: the run was started twice, and this peer had no round yet%s"
 )
+OLD_TICKETS = (
+    ". Tickets that this peer printed earlier name the old founder, and are refused: give its address, or a new ticket"
+)
+# Nobody goes with a founder that starts the run again and again (guess).
+MOST_STARTS_LEFT = 3
 
 
 class StateSync:
@@ -85,6 +89,7 @@ class StateSync:
         # Linked peers of another start of the run that has rounds, as ours has: which start, and since when.
         self._other_starts: dict[PeerId, tuple[str, float]] = {}
         self._told_other_start = False
+        self._starts_left = 0
         # Waiting jobs by partner ("" for any): the link, the reason, and our head when it was queued.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
@@ -150,7 +155,8 @@ class StateSync:
         if beat is None or not self._driver.may_follow(link):
             return False
         may_change = is_fresh(head, self._context.run) and beat.genesis != head.genesis and not self._is_named(link)
-        return not may_change or self._is_our_founder(link) or self._follows_start(beat)
+        may_be_ours = self.run_founder == self._context.peer_id and not is_fresh(beat, self._context.run)
+        return not may_change or may_be_ours or self._goes_with(link) or self._follows_start(beat)
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -225,14 +231,15 @@ class StateSync:
             signed = await ask_head(context, donor, self._times_overtaken)
             head = signed.head
             entries = await ask_history(context, donor, head, driver.history.entries)
-            if not self._prefers(donor, head, entries):
+            if not self._prefers(donor, signed.genesis.founder, head, entries):
                 self._download = None
                 return False
             self._check_pins(signed.genesis, entries)
             keeps_weights = head.genesis == driver.head.genesis or head.state_hash == driver.head.state_hash
             kept = "; our weights are kept, and count in the next round" if keeps_weights else ""
-            rounds = (driver.head.round, head.round)
-            logger.info("replacing our state: %s (round %d instead of %d)%s", reason, rounds[1], rounds[0], kept)
+            ours, theirs = driver.head.round, head.round
+            rounds = f" (round {theirs} instead of {ours})" if theirs != ours >= 0 else ""
+            logger.info("replacing our state: %s%s%s", reason, rounds, kept)
             # A new lineage may begin with the state that we have; otherwise download.
             if head.state_hash != driver.head.state_hash:
                 # Into a second state, so that ours remains valid if the download fails.
@@ -246,7 +253,7 @@ class StateSync:
         async with driver.paused():
             is_other_start = head.genesis != driver.head.genesis
             has_left = is_other_start and (donor.beat is None or donor.beat.genesis != head.genesis)
-            if has_left or not self._prefers(donor, head, entries):
+            if has_left or not self._prefers(donor, signed.genesis.founder, head, entries):
                 self._download = None
                 return False
             run_step: int | None = None
@@ -259,14 +266,19 @@ class StateSync:
             self._download = None
             kind: LandingKind = "keep" if keeps_weights else "write"
             if is_other_start:
+                self._starts_left += 1
                 self.joining.from_initial_peer = self._is_named(donor)
-                logger.warning(OTHER_START_JOINED, context.run.run_id, shown(signed.genesis.founder))
+                tickets = "" if signed.genesis.founder == self.run_founder else OLD_TICKETS
+                logger.warning(OTHER_START_JOINED, context.run.run_id, shown(signed.genesis.founder), tickets)
             driver.adopt(signed, History(signed.genesis, merged(driver.history.entries, entries)))
             await land_state(driver, self._record, kind, reason, run_step)
         return True
 
     async def _run_download(self, download: Download, head: Head, donors: list[Link]) -> None:
-        """Download a head's state. That of another start may not keep us from our own run for long."""
+        """Download a head's state; that of another start only for FOLLOWING_PATIENCE_S.
+
+        States are downloaded one at a time, so a slow donor would keep us from catching up in our own run.
+        """
         if head.genesis == self._driver.head.genesis:
             await download.run(head, donors)
             return
@@ -275,8 +287,8 @@ class StateSync:
         if scope.cancelled_caught:
             raise PeerLostError(f"the state of another start did not come within {FOLLOWING_PATIENCE_S:.0f} s")
 
-    def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:
-        """Whether to continue from a partner's head, or (None) from one that our user gave."""
+    def _prefers(self, donor: Link | None, founder: PeerId, head: Head, entries: Sequence[Entry]) -> bool:
+        """Whether to go on from a partner's head, or (None) from what our user gave. `founder`: who began that run."""
         driver = self._driver
         ours = driver.history.entries
         # We may have voted at this position already. No honest donor reports such a head.
@@ -284,8 +296,10 @@ class StateSync:
             return False
         is_other_start = head.genesis != driver.head.genesis and shared(ours, entries) is None
         if is_other_start and is_fresh(driver.head, self._context.run):
-            if self._is_our_founder(donor):
-                return True  # we joined this peer's start, and it has left it
+            if founder == self._context.peer_id and not is_fresh(head, self._context.run):
+                return True  # we founded it before we were restarted, and others went on with it
+            if self._goes_with(donor):
+                return True
             if not self._is_named(donor):
                 return self._follows_start(head)
         # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
@@ -303,10 +317,15 @@ class StateSync:
         """Whether the user named this peer as an initial peer, or (None) gave its state."""
         return donor is None or donor.peer_id in self._context.links.chosen
 
-    def _is_our_founder(self, donor: Link | None) -> bool:
-        """Whether this peer began the start of the run that we are in, and our user named it or no other peer of it."""
-        is_founder = donor is not None and donor.peer_id == self.run_founder
-        return is_founder and (self._is_named(donor) or not self.joining.from_initial_peer)
+    def _goes_with(self, donor: Link | None) -> bool:
+        """Whether to follow this peer to another start, as it founded ours, which it has left.
+
+        Not if our user started the run, or gave an initial peer that we have its state from, but not this one.
+        """
+        if donor is None or donor.peer_id != self.run_founder or self._started_here():
+            return False
+        is_chosen = self._is_named(donor) or not self.joining.from_initial_peer
+        return is_chosen and self._starts_left < MOST_STARTS_LEFT
 
     def _started_here(self) -> bool:
         """Whether our user started the run: this peer founded it, and was given no peer to ask."""
@@ -355,7 +374,8 @@ class StateSync:
     async def can_restore(self, restored: Restored) -> bool:
         """Whether a checkpoint's state is ahead of ours. Raises RunMismatchError if it is of an unwanted run."""
         history = restored.history
-        if not self._prefers(None, restored.head, history.entries):
+        founder = "" if history.genesis is None else history.genesis.founder
+        if not self._prefers(None, founder, restored.head, history.entries):
             return False
         if history.genesis is not None:
             self._check_pins(history.genesis, history.entries)

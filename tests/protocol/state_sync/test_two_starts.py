@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -117,8 +118,8 @@ def test_starts_that_follow_one_after_the_other_are_no_reason_to_warn(caplog: py
     assert "another start" not in caplog.text
 
 
-def test_one_stranger_wins_no_peer_of_a_larger_start(caplog: pytest.LogCaptureFixture) -> None:
-    """A founding with the smallest id, and one with a round, against three peers that have none yet."""
+def test_one_stranger_wins_no_peer_of_a_larger_start() -> None:
+    """A start that has a round already, against that of three peers that has none."""
 
     async def main() -> None:
         async with swarm(dataclasses.replace(PLAIN, sync_every=300)) as s:
@@ -145,6 +146,25 @@ def test_a_first_round_waits_for_the_state_of_another_start_that_is_being_downlo
             await s.until(lambda: common(s, 1, 1), within_s=400)
             await s.until(lambda: len(_geneses(s, "abcd")) == 1, within_s=5)
 
+    run_virtual(main)
+
+
+def test_a_state_of_another_start_that_comes_too_slowly_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only one state is downloaded at a time: a slow donor would keep the peer from catching up in its own run."""
+    monkeypatch.setattr("p2ptrain.protocol.state_sync.state_sync.FOLLOWING_PATIENCE_S", 1.0)
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=150)) as s:
+            await _start_twice(s)
+            s.network.bandwidth_bytes_s = 5e3
+            s.network.partition()
+            await s.until(lambda: "did not come within 1 s" in caplog.text, within_s=100)
+            s.network.bandwidth_bytes_s = 1e9
+            await s.until(lambda: common(s, 1, 1), within_s=100)
+
+    caplog.set_level(logging.DEBUG)
     run_virtual(main)
 
 
@@ -205,6 +225,94 @@ def test_a_founder_that_starts_anew_before_the_first_round_is_followed() -> None
             await s.until(lambda: _geneses(s, "ab") == {second}, within_s=20)
             assert not s.peers["a"].rounds()
             await s.until(lambda: common(s, 1, 2))
+
+    run_virtual(main)
+
+
+def test_a_founder_that_starts_anew_follows_those_who_went_on_with_its_first_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They have a round, and it has none."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=600)) as s:
+            s.start("a", founder=True)
+            s.start("b", step_s=0.02)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            s.kill("a")
+            await s.until(lambda: bool(s.peers["b"].rounds()), within_s=300)
+            first = _geneses(s, "b")
+            s.network.partition(["a"], ["b"])
+            s.start("a", founder=True)
+            await s.until(s.peers["a"].node.ready.is_set)
+            assert _geneses(s, "a") != first
+            s.network.partition()
+            await s.until(lambda: _geneses(s, "ab") == first, within_s=20)
+            now = trio.current_time()
+            await s.until(lambda: after(s, now, 2), within_s=300)
+
+    caplog.set_level(logging.WARNING)
+    run_virtual(main)
+    assert "joined the start of run 'test' that a founded" in caplog.text
+    # The founder's id is in them, and stays.
+    assert "Tickets" not in caplog.text
+
+
+def test_nobody_goes_for_ever_with_a_founder_that_starts_the_run_again_and_again() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=300)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            for _ in range(20):
+                s.kill("a")
+                await trio.sleep(4)
+                s.start("a", founder=True)
+                await trio.sleep(4)
+            assert all(s.peers[name].rounds("committed") for name in "bc")
+
+    run_virtual(main)
+
+
+def test_a_peer_without_a_round_that_meets_its_founders_second_start_comes_back_with_it() -> None:
+    """Another member has a round of the first start."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=200)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            s.network.partition(["a", "b"], ["c"])
+            await s.until(lambda: bool(s.peers["b"].rounds("committed")))
+            first = _geneses(s, "b")
+            s.kill("a")
+            s.network.partition(["a"], ["b"], ["c"])
+            s.start("a", founder=True)
+            await s.until(s.peers["a"].node.ready.is_set)
+            s.network.partition()
+            await s.until(lambda: _geneses(s, "abc") == first, within_s=60)
+
+    run_virtual(main)
+
+
+def test_a_member_that_continues_the_run_from_its_checkpoint_does_not_follow_the_founder() -> None:
+    """Its user started the run again, as the founder's did."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=1000)) as s:
+            s.start("a", founder=True)
+            s.start("b")
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            await trio.sleep(20)
+            first, saved = _geneses(s, "a"), checkpoint_of(s, "b")
+            for name in "ab":
+                s.kill(name)
+            s.network.partition(["a"], ["b"])
+            s.start("b", restored=saved, founder=True)
+            s.start("a", founder=True)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()), within_s=60)
+            assert _geneses(s, "a") != first == _geneses(s, "b")
+            s.network.partition()
+            await trio.sleep(30)
+            assert _geneses(s, "b") == first
 
     run_virtual(main)
 

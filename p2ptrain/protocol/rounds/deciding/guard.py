@@ -25,9 +25,9 @@ MOST_NORMS = 3.0
 # Tokens raise that limit by their square root, up to the tokens of two intervals: after a missed round a member has
 # that many. If they raised it in proportion, every second gradient of -5 times its size got in (benchmarks/harm.py).
 MOST_TOKENS_ALLOWED = 2.0
-# A mean's norm is refused above this many times the median of the last ones (guess); n intervals after the last round,
-# above n times that. Honest ones change by less: in proportion to the steps since then, by the schedule of intervals
-# (3), and with the number of contributors (its square root).
+# A mean's norm is refused above this many times the median of the last ones (guess). Honest ones change by less: by the
+# schedule of intervals (3), and with the number of contributors (its square root). With the steps of an interval they
+# grow at most in proportion, and so does the limit.
 MOST_MEANS = 8.0
 # Rounds remembered, and needed before anything is refused (guess).
 ROUNDS, LEAST_ROUNDS = 8, 3
@@ -142,45 +142,60 @@ class MeanGuard:
     all. A liar with many ids cannot raise the limit. A voter that leads can, once an interval, by calling again: a new
     snapshot is taken only after a round was skipped.
 
+    Peers that train on without rounds have larger and larger outer gradients. So the limit grows with this peer's own
+    steps, if they are more than in the last intervals. Its position in the run would not do: the leader says how many
+    steps an interval has.
+
     Where each round averages one section of the vector, each has a history. The last round averages all of them: its
     squared norm is compared with the sum of theirs.
     """
 
     def __init__(self) -> None:
-        # By the blocks that rounds averaged.
-        self._norms: dict[tuple[int, int], deque[float]] = {}
+        # By the blocks that rounds averaged: norms, each with our steps since the round before it.
+        self._past: dict[tuple[int, int], deque[tuple[float, float]]] = {}
+        self._noted_at: dict[tuple[int, int], int] = {}
         self._refused: set[tuple[Voter, str, int, int]] = set()
 
-    def limit(self, first: int, end: int, intervals: float = 1.0) -> float:
-        """The largest norm of blocks [first, end) that is not refused, this many intervals after the last round."""
-        known = {blocks: statistics.median(past) for blocks, past in self._norms.items() if len(past) >= LEAST_ROUNDS}
+    def limit(self, first: int, end: int, steps: int) -> float:
+        """The largest norm of blocks [first, end) that is not refused, at our step `steps`."""
+        known = {
+            blocks: statistics.median(norm * max(1.0, (steps - self._noted_at[blocks]) / took) for norm, took in past)
+            for blocks, past in self._past.items()
+            if len(past) >= LEAST_ROUNDS
+        }
         within = {(start, stop): norm for (start, stop), norm in known.items() if first <= start and stop <= end}
         own = within.pop((first, end), None)
         if own is None and sum(stop - start for start, stop in within) < end - first:
             return math.inf
         usual = math.hypot(*within.values()) if own is None else own
         # After rounds without any change there is no limit.
-        return MOST_MEANS * max(1.0, intervals) * usual * 2.0 ** len(self._refused) or math.inf
+        return MOST_MEANS * usual * 2.0 ** len(self._refused) or math.inf
 
-    def note(self, norms: SpanNorms) -> None:
-        """A round with this mean has landed."""
-        self._norms.setdefault(blocks_of(norms), deque(maxlen=ROUNDS)).append(norm_of(norms))
+    def note(self, norms: SpanNorms, steps: int, *, has_snapshot: bool = True) -> None:
+        """A round with this mean has landed.
+
+        Args:
+            steps: ours at our snapshot; without one, now. They then do not tell how long the interval was.
+        """
+        blocks = blocks_of(norms)
+        took = max(1, steps - self._noted_at.get(blocks, 0)) if has_snapshot else math.inf
+        self._past.setdefault(blocks, deque(maxlen=ROUNDS)).append((norm_of(norms), took))
+        self._noted_at[blocks] = steps
         self._refused.clear()
 
-    def refusal(self, norms: SpanNorms, head: Head, leader: Voter, snapshot: int, intervals: float) -> str:
+    def refusal(self, norms: SpanNorms, head: Head, leader: Voter, steps: int, *, has_snapshot: bool = True) -> str:
         """Why this mean is refused; empty if it is not.
 
         Args:
             head: ours. The mean is of the round after it.
             leader: who proposes it.
-            snapshot: the steps at which our snapshot was taken.
-            intervals: how many this peer has trained since `head`, by its own count.
+            steps, has_snapshot: as for `note`.
         """
-        norm, limit = norm_of(norms), self.limit(*blocks_of(norms), intervals)
+        norm, limit = norm_of(norms), self.limit(*blocks_of(norms), steps)
         if norm <= limit:
             return ""
         if leader in head.voters and len(self._refused) < MOST_DOUBLINGS:
-            self._refused.add((leader, head.lineage, head.round, snapshot))
+            self._refused.add((leader, head.lineage, head.round, steps if has_snapshot else 0))
         return f"the norm of the mean, {norm:.3g}, is above the limit of the last rounds, {limit:.3g}"
 
 

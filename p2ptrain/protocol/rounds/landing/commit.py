@@ -123,9 +123,10 @@ class Committer:
         record = commit.record
         self._head_set = False
         try:
-            norms = await self.fetcher.fetch(record)
+            norms, own = await self.fetcher.fetch(record), self._taker.own
+            steps = own.snapshot.steps if own is not None else self._context.exchange.steps
             report = await self._commit(commit)
-            self._context.mean_guard.note(norms)
+            self._context.mean_guard.note(norms, steps, has_snapshot=own is not None)
             self._context.start_soon(self._trim_later, record)
             self._context.host.round_ended(report)
         except (RoundFailedError, PeerLostError, WireError) as error:

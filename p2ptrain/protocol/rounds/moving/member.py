@@ -301,10 +301,9 @@ class Participation:
         context, own = self._context, self._taker.own
         if context.run.round_guard == "off":
             return
-        steps = own.snapshot.steps if own is not None else 0
+        steps = own.snapshot.steps if own is not None else context.exchange.steps
         leader = (self.attempt.leader, self.attempt.incarnation)
-        intervals = (context.exchange.run_step - self._head.run_step) / context.run.sync_every
-        reason = context.mean_guard.refusal(norms, self._head, leader, steps, intervals)
+        reason = context.mean_guard.refusal(norms, self._head, leader, steps, has_snapshot=own is not None)
         if reason:
             logger.warning("round %d, attempt %d is refused: %s", record.round, self.attempt.counter, reason)
             if own is not None and context.audited:

@@ -331,89 +331,99 @@ def test_each_section_has_a_history_and_the_whole_is_compared_with_all_of_them()
         return [((first, end), norm**2)]
 
     for _ in range(3):
-        guard.note(mean(0, 1000, 3.0))
-    assert guard.refusal(mean(0, 1000, 25.0), HEAD, X, 0, 1.0)
+        guard.note(mean(0, 1000, 3.0), 0)
+    assert guard.refusal(mean(0, 1000, 25.0), HEAD, X, 0)
     # The other section, and so the whole, has no history yet.
-    assert not guard.refusal(mean(1000, 1500, 1e9), HEAD, X, 0, 1.0)
-    assert not guard.refusal(mean(0, 1500, 1e9), HEAD, X, 0, 1.0)
+    assert not guard.refusal(mean(1000, 1500, 1e9), HEAD, X, 0)
+    assert not guard.refusal(mean(0, 1500, 1e9), HEAD, X, 0)
     for _ in range(3):
-        guard.note(mean(1000, 1500, 4.0))
-    assert guard.limit(1000, 1500) == pytest.approx(32.0)
+        guard.note(mean(1000, 1500, 4.0), 0)
+    assert guard.limit(1000, 1500, 0) == pytest.approx(32.0)
     for _ in range(3):
-        assert guard.limit(0, 1500) == pytest.approx(40.0)
-        guard.note(mean(0, 1500, 6.0))
+        assert guard.limit(0, 1500, 0) == pytest.approx(40.0)
+        guard.note(mean(0, 1500, 6.0), 0)
     # Rounds of all sections have a history of their own then, and the sections theirs.
-    assert guard.limit(0, 1500) == pytest.approx(48.0)
-    assert guard.limit(1000, 1500) == pytest.approx(32.0)
+    assert guard.limit(0, 1500, 0) == pytest.approx(48.0)
+    assert guard.limit(1000, 1500, 0) == pytest.approx(32.0)
 
 
 def test_a_mean_above_eight_times_the_median_of_the_last_rounds_is_refused() -> None:
     guard = MeanGuard()
     for norm in (1.0, 50.0):
-        guard.note(spans(norm))
-        assert guard.limit(0, 2142) == np.inf
-        assert not guard.refusal(spans(1e9), HEAD, X, 0, 1.0)
-    guard.note(spans(2.0))
-    assert guard.limit(0, 2142) == pytest.approx(16.0)
-    assert not guard.refusal(spans(15.9), HEAD, X, 0, 1.0)
-    reason = guard.refusal(spans(16.1), HEAD, X, 0, 1.0)
+        guard.note(spans(norm), 0)
+        assert guard.limit(0, 2142, 0) == np.inf
+        assert not guard.refusal(spans(1e9), HEAD, X, 0)
+    guard.note(spans(2.0), 0)
+    assert guard.limit(0, 2142, 0) == pytest.approx(16.0)
+    assert not guard.refusal(spans(15.9), HEAD, X, 0)
+    reason = guard.refusal(spans(16.1), HEAD, X, 0)
     assert reason == "the norm of the mean, 16.1, is above the limit of the last rounds, 16"
 
 
-def test_after_intervals_without_a_round_the_limit_is_as_many_times_higher() -> None:
+def test_after_steps_without_a_round_the_limit_is_as_many_times_higher() -> None:
     """Else peers that trained through an outage would refuse each other's mean, longer than it lasted."""
     guard = MeanGuard()
-    for _ in range(3):
-        guard.note(spans(1.0))
-    assert [guard.limit(0, 2142, intervals) for intervals in (-3.0, 0.0, 1.0, 2.5, 100.0)] == [
-        8.0,
-        8.0,
-        8.0,
-        20.0,
-        800.0,
-    ]
-    assert not guard.refusal(spans(799.0), HEAD, X, 20, 100.0)
-    assert guard.refusal(spans(801.0), HEAD, X, 20, 100.0)
-    assert guard.limit(0, 2142) == pytest.approx(16.0)
+    for steps in (20, 40, 60):
+        guard.note(spans(1.0), steps)
+    assert [guard.limit(0, 2142, steps) for steps in (0, 60, 80, 110, 2060)] == [8.0, 8.0, 8.0, 20.0, 800.0]
+    assert not guard.refusal(spans(799.0), HEAD, X, 2060)
+    assert guard.refusal(spans(801.0), HEAD, X, 2060)
+    assert guard.limit(0, 2142, 2060) == pytest.approx(1600.0)
+    guard.note(spans(100.0), 2060)
+    # Intervals that stay that long are not multiplied again.
+    for steps in (4060, 6060, 8060):
+        guard.note(spans(100.0), steps)
+    assert guard.limit(0, 2142, 10060) == pytest.approx(800.0)
+
+
+def test_steps_of_rounds_that_a_peer_sat_out_do_not_tell_how_long_their_intervals_were() -> None:
+    """A peer that was frozen catches up with several rounds at one step."""
+    guard = MeanGuard()
+    for steps in (20, 40, 60):
+        guard.note(spans(1.0), steps)
+    for _ in range(5):
+        guard.note(spans(1.0), 60, has_snapshot=False)
+    assert guard.limit(0, 2142, 80) == pytest.approx(8.0)
+    assert guard.limit(0, 2142, 2060) == pytest.approx(8.0)
 
 
 def test_rounds_without_any_change_refuse_nothing() -> None:
     guard = MeanGuard()
     for _ in range(5):
-        guard.note(spans(0.0))
-    assert not guard.refusal(spans(1.0), HEAD, X, 0, 1.0)
+        guard.note(spans(0.0), 0)
+    assert not guard.refusal(spans(1.0), HEAD, X, 0)
 
 
 def test_a_refusal_doubles_the_limit_once_for_each_voter_and_interval_until_a_round_lands() -> None:
     guard = MeanGuard()
     for _ in range(3):
-        guard.note(spans(1.0))
+        guard.note(spans(1.0), 0)
     for _ in range(5):
-        assert guard.refusal(spans(1e6), HEAD, X, 20, 1.0)
-        assert guard.limit(0, 2142) == pytest.approx(16.0)
-    assert guard.refusal(spans(1e6), HEAD, Y, 20, 1.0)
-    assert guard.limit(0, 2142) == pytest.approx(32.0)
+        assert guard.refusal(spans(1e6), HEAD, X, 20)
+        assert guard.limit(0, 2142, 0) == pytest.approx(16.0)
+    assert guard.refusal(spans(1e6), HEAD, Y, 20)
+    assert guard.limit(0, 2142, 0) == pytest.approx(32.0)
     # The round was skipped.
-    assert guard.refusal(spans(1e6), HEAD, X, 40, 1.0)
-    assert guard.limit(0, 2142) == pytest.approx(64.0)
+    assert guard.refusal(spans(1e6), HEAD, X, 40)
+    assert guard.limit(0, 2142, 0) == pytest.approx(64.0)
     # Another round, by a state that came from elsewhere.
-    assert guard.refusal(spans(1e6), msgspec.structs.replace(HEAD, round=8), X, 40, 1.0)
-    assert guard.limit(0, 2142) == pytest.approx(128.0)
+    assert guard.refusal(spans(1e6), msgspec.structs.replace(HEAD, round=8), X, 40)
+    assert guard.limit(0, 2142, 0) == pytest.approx(128.0)
     for steps in range(60, 1000, 20):
-        assert guard.refusal(spans(1e6), HEAD, X, steps, 1.0)
-    assert guard.limit(0, 2142) == pytest.approx(64 * 8.0)
-    guard.note(spans(1.0))
-    assert guard.limit(0, 2142) == pytest.approx(8.0)
+        assert guard.refusal(spans(1e9), HEAD, X, steps)
+    assert guard.limit(0, 2142, 0) == pytest.approx(64 * 8.0)
+    guard.note(spans(1.0), 0)
+    assert guard.limit(0, 2142, 0) == pytest.approx(8.0)
 
 
 def test_refusals_of_leaders_that_are_no_voters_leave_the_limit() -> None:
     guard = MeanGuard()
     for _ in range(3):
-        guard.note(spans(1.0))
+        guard.note(spans(1.0), 0)
     for number in range(20):
-        assert guard.refusal(spans(1e6), HEAD, (f"x{number}", "x.1"), 20 * number, 1.0)
-        assert guard.refusal(spans(1e6), HEAD, ("x", f"x.{number + 2}"), 20 * number, 1.0)
-    assert guard.limit(0, 2142) == pytest.approx(8.0)
+        assert guard.refusal(spans(1e6), HEAD, (f"x{number}", "x.1"), 20 * number)
+        assert guard.refusal(spans(1e6), HEAD, ("x", f"x.{number + 2}"), 20 * number)
+    assert guard.limit(0, 2142, 0) == pytest.approx(8.0)
 
 
 def multiply_mean(peer: TestPeer, factor: float) -> None:
@@ -466,8 +476,9 @@ def test_a_swarm_whose_means_have_really_grown_goes_on() -> None:
             start_all(s, "abc")
             await s.until(lambda: common(s, 4, 3))
             for peer in s.peers.values():
-                for _ in range(8):
-                    peer.node.driver.context.mean_guard.note(spans(1.0))  # a fiftieth of what they are
+                guard = peer.node.driver.context.mean_guard
+                for _ in range(8):  # a fiftieth of what they are
+                    guard.note(spans(1.0), peer.exchange.steps, has_snapshot=False)
             began = trio.current_time()
             await s.until(lambda: all(len(rounds) >= 6 for rounds in rounds_since(s, began, "abc")), within_s=120)
 
@@ -484,7 +495,7 @@ def test_a_committed_mean_is_followed_however_large_it_is(caplog: pytest.LogCapt
             await s.until(lambda: common(s, 4, 4))
             guard = s.peers["d"].node.driver.context.mean_guard
             for _ in range(8):
-                guard.note(spans(1e-12))
+                guard.note(spans(1e-12), s.peers["d"].exchange.steps, has_snapshot=False)
             began = trio.current_time()
             await s.until(lambda: all(len(rounds) >= 2 for rounds in rounds_since(s, began, "abcd")), within_s=60)
 

@@ -23,7 +23,13 @@ from p2ptrain.formatting import count, seconds, size
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.deciding.timeouts import allowed_share, changed, fewest_steps, with_smaller_codec
+from p2ptrain.protocol.rounds.deciding.timeouts import (
+    WARNED_SHARE,
+    allowed_share,
+    changed,
+    fewest_steps,
+    with_smaller_codec,
+)
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Attempt, Join
 from p2ptrain.settings.config import RunConfig
@@ -275,7 +281,7 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
 
 def _sections_advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
     """Yield that the rounds could average sections, if this is allowed and saves most of a round's time."""
-    if run.round_sections > 1 or run.sync_every < SECTIONS:
+    if run.round_sections > 1 or run.sync_every < SECTIONS or found.share < WARNED_SHARE:
         return
     cut = changed(run, round_sections=SECTIONS, sync_every=run.sync_every // SECTIONS)
     if cut is None:

@@ -47,6 +47,8 @@ SHARE_OF_INTERVAL = 0.1
 # With sections that is a tenth of the time between two rounds of one section, but above half of its interval a round
 # leaves no room for a slow one (guess).
 MOST_SHARE = 0.5
+# Rounds that take more of their interval are warned of: below this, what lateness costs is near the noise.
+WARNED_SHARE = 0.2
 # The median of so many rounds counts: those while a peer joins are slow, and say nothing about H.
 WATCHED_ROUNDS = 5
 # The next codec to try, from those that did not raise the loss (docs/use/choosing.md).
@@ -167,8 +169,8 @@ class IntervalWatch:
         self._sync_every = run.sync_every
         self._sections = run.round_sections
         smaller, sectioned = with_smaller_codec(run), changed(run, round_sections=run.round_sections + 1)
-        self._other_remedies = [f"--round-codec {smaller.round_codec}"] if smaller else []
-        self._other_remedies += ["more --round-sections"] if sectioned else []
+        self._remedies = [f"--round-codec {smaller.round_codec}"] if smaller else []
+        self._remedies += ["more --round-sections"] if sectioned else []
         self._rounds_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
         self._intervals_s: deque[float] = deque(maxlen=WATCHED_ROUNDS)
         self._told_s = -math.inf
@@ -183,7 +185,7 @@ class IntervalWatch:
         self._rounds_s.append(round_s)
         self._intervals_s.append(interval_s)
         usual_s, usual_interval_s = statistics.median(self._rounds_s), statistics.median(self._intervals_s)
-        is_long_enough = usual_s <= allowed_share(self._sections) * usual_interval_s
+        is_long_enough = usual_s <= max(WARNED_SHARE, allowed_share(self._sections)) * usual_interval_s
         if (
             is_long_enough
             or not usual_interval_s
@@ -197,5 +199,5 @@ class IntervalWatch:
             f"a round takes {seconds(usual_s)}, {100 * usual_s / usual_interval_s:.0f} % of its interval of "
             f"{seconds(usual_interval_s)}, and its result lands late, which costs loss. This run keeps its H = "
             f"{self._sync_every}; give the next one "
-            + ", or ".join([f"--sync-every {enough} or more", *self._other_remedies])
+            + ", or ".join([*self._remedies, f"--sync-every {enough} or more"])
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import pytest
 
@@ -42,12 +43,12 @@ def test_a_round_of_the_whole_after_rounds_of_sections_may_take_as_many_times_lo
     assert timeouts.attempt_s() == pytest.approx(MARGIN * 200.0)
 
 
-def test_a_round_may_take_a_tenth_of_its_interval() -> None:
-    assert told(IntervalWatch(run()), [2.0] * 5) == []
-    (text,) = told(IntervalWatch(run()), [2.5] * 5)
+def test_a_round_that_takes_more_than_a_fifth_of_its_interval_is_warned_of() -> None:
+    assert told(IntervalWatch(run()), [4.0] * 5) == []
+    (text,) = told(IntervalWatch(run()), [5.0] * 5)
     assert text == (
-        "a round takes 2.5 s, 12 % of its interval of 20 s, and its result lands late, which costs loss. This run "
-        "keeps its H = 200; give the next one --sync-every 250 or more, or --round-codec int4, or more --round-sections"
+        "a round takes 5.0 s, 25 % of its interval of 20 s, and its result lands late, which costs loss. This run "
+        "keeps its H = 200; give the next one --round-codec int4, or more --round-sections, or --sync-every 500 or more"
     )
     (text,) = told(IntervalWatch(run(500)), [120.0] * 5, interval_s=500.0)
     assert text.startswith("a round takes 2 min, 24 % of its interval of 8 min, ")
@@ -55,37 +56,38 @@ def test_a_round_may_take_a_tenth_of_its_interval() -> None:
 
 def test_the_h_that_would_do_is_the_runs() -> None:
     (text,) = told(IntervalWatch(run(100)), [5.0] * 5)
-    assert "keeps its H = 100; give the next one --sync-every 250 or more" in text
+    assert "keeps its H = 100; " in text
+    assert text.endswith("--sync-every 250 or more")
 
 
 @pytest.mark.parametrize("codec", ["int4", "int2", "topk"])
 def test_no_codec_is_named_where_a_smaller_one_costs_loss(codec: str) -> None:
-    (text,) = told(IntervalWatch(run(codec=codec)), [2.5] * 5)
-    assert text.endswith("give the next one --sync-every 250 or more, or more --round-sections")
+    (text,) = told(IntervalWatch(run(codec=codec)), [5.0] * 5)
+    assert text.endswith("give the next one more --round-sections, or --sync-every 500 or more")
 
 
 @pytest.mark.parametrize(
     ("settings", "remedies"),
     [
         ({"inner_moments": "averaged", "round_codec": "none", "round_mean": "weighted"}, ""),
-        ({"outer_optimizer": "adam"}, ", or --round-codec int4"),
-        ({"prune_fraction": 0.5}, ", or more --round-sections"),
+        ({"outer_optimizer": "adam"}, "--round-codec int4, or "),
+        ({"prune_fraction": 0.5}, "more --round-sections, or "),
         ({"averaging": "pairwise", "outer_optimizer": "sgdm"}, ""),
     ],
 )
-def test_only_settings_that_the_run_allows_are_named(settings: dict[str, object], remedies: str) -> None:
-    (text,) = told(IntervalWatch(dataclasses.replace(run(), **settings)), [2.5] * 5)
-    assert text.endswith(f"give the next one --sync-every 250 or more{remedies}")
+def test_only_settings_that_the_run_allows_are_named(settings: dict[str, Any], remedies: str) -> None:
+    (text,) = told(IntervalWatch(dataclasses.replace(run(), **settings)), [5.0] * 5)
+    assert text.endswith(f"give the next one {remedies}--sync-every 500 or more")
 
 
 def test_with_sections_an_interval_of_each_counts() -> None:
     """Five sections of 40 steps: each is averaged every 200 steps."""
     assert told(IntervalWatch(run(40, sections=5)), [2.0] * 5, interval_s=4.0) == []
     (text,) = told(IntervalWatch(run(40, sections=5)), [2.5] * 5, interval_s=4.0)
-    assert "give the next one --sync-every 50 or more" in text
+    assert text.endswith("--sync-every 50 or more")
     # A round must fit into its interval, however many sections there are.
     (text,) = told(IntervalWatch(run(40, sections=20)), [2.5] * 5, interval_s=4.0)
-    assert "give the next one --sync-every 50 or more" in text
+    assert text.endswith("--sync-every 50 or more")
 
 
 def test_two_slow_rounds_of_five_say_nothing() -> None:

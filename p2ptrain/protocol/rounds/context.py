@@ -120,7 +120,7 @@ class RoundContext:
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
-    mean_guard: MeanGuard = field(init=False, default_factory=MeanGuard)
+    mean_guard: MeanGuard = field(init=False)
     avoided: PeerBackoff = field(init=False, default_factory=PeerBackoff)
 
     def __post_init__(self) -> None:
@@ -131,6 +131,7 @@ class RoundContext:
         self.grids = Grids.of(self.state.num_blocks, self.exchange.sections, self.codec)
         self.grid = self.grids.whole
         self.audited = is_audited(run, self.averaging)
+        self.mean_guard = MeanGuard(run.sync_every * run.round_sections)
         of_mean = mean_codec(run)
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in (self.codec, of_mean))
         self.pushed = PushedMeans(links, self.averaging, of_mean.size_bytes)

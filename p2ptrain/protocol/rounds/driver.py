@@ -204,8 +204,8 @@ class RoundDriver:
         """Go on alone from this head, where `history` ends, in a new lineage that others may adopt; `why` is logged."""
         founding = self.context.prover.founding(head.lineage, head.round, head.state_hash)
         lineage = lineage_of(founding)
-        place = f"round {head.round}" if head.round >= 0 else "the start of the run"
-        logger.info("%s: going on from %s, in lineage %s", why, place, lineage)
+        place = f" from round {head.round}" if head.round >= 0 else ""
+        logger.info("%s: going on%s, in lineage %s", why, place, lineage)
         self.history = history
         self.history.add(m.Entry(None, founding))
         self._set_head(msgspec.structs.replace(head, lineage=lineage, voters=(self.context.liveness.own,)))

@@ -52,7 +52,8 @@ OVERTAKEN_RETRY_S = 0.25
 # will not (guess).
 OTHER_START_S = 10.0
 OTHER_START_JOINED = (
-    "joined the start of run %r that %s founded: the run was started twice, and this peer had no round yet%s"
+    "joined the start of run %r that %s founded: the run was started twice, and this peer had no round with others "
+    "yet%s"
 )
 OLD_TICKETS = (
     ". Tickets that this peer printed earlier name the old founder, and are refused: give its address, or a new ticket"
@@ -156,7 +157,8 @@ class StateSync:
             return False
         may_change = is_fresh(head, self._context.run) and beat.genesis != head.genesis and not self._is_named(link)
         may_be_ours = self.run_founder == self._context.peer_id and not is_fresh(beat, self._context.run)
-        return not may_change or may_be_ours or self._goes_with(link) or self._follows_start(beat)
+        is_followed = self._goes_with(link) or self._follows_start(beat) or (may_be_ours and self._is_larger(beat))
+        return not may_change or is_followed
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -271,6 +273,8 @@ class StateSync:
                 tickets = "" if signed.genesis.founder == self.run_founder else OLD_TICKETS
                 logger.warning(OTHER_START_JOINED, context.run.run_id, shown(signed.genesis.founder), tickets)
             driver.adopt(signed, History(signed.genesis, merged(driver.history.entries, entries)))
+            if kind == "write":
+                context.mean_guard.count_from(context.exchange.steps)
             await land_state(driver, self._record, kind, reason, run_step)
         return True
 
@@ -296,8 +300,8 @@ class StateSync:
             return False
         is_other_start = head.genesis != driver.head.genesis and shared(ours, entries) is None
         if is_other_start and is_fresh(driver.head, self._context.run):
-            if founder == self._context.peer_id and not is_fresh(head, self._context.run):
-                return True  # we founded it before we were restarted, and others went on with it
+            if founder == self.run_founder == self._context.peer_id and not is_fresh(head, self._context.run):
+                return self._is_larger(head)  # we founded it before we were restarted, and others went on with it
             if self._goes_with(donor):
                 return True
             if not self._is_named(donor):
@@ -337,9 +341,12 @@ class StateSync:
 
         Never if our user started the run, or we have it from an initial peer.
         """
-        genesis, chosen = self._driver.head.genesis, self._context.links.chosen
-        if self._started_here() or self.joining.from_initial_peer or self.run_founder in chosen:
-            return False
+        is_bound = self._started_here() or self.joining.from_initial_peer
+        return not is_bound and self.run_founder not in self._context.links.chosen and self._is_larger(other)
+
+    def _is_larger(self, other: Head | Beat) -> bool:
+        """Whether more of our links are in another start of the run than in ours, we counted; see `is_larger_start`."""
+        genesis = self._driver.head.genesis
         peers = Counter(link.beat.genesis for link in self._context.links.trainers() if link.beat and link.beat.lineage)
         return is_larger_start(genesis, other, 1 + peers[genesis], peers[other.genesis])
 

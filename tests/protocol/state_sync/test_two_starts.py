@@ -258,6 +258,30 @@ def test_a_founder_that_starts_anew_follows_those_who_went_on_with_its_first_sta
     assert "Tickets" not in caplog.text
 
 
+def test_a_founder_of_many_does_not_follow_one_who_went_on_with_its_first_start() -> None:
+    """Anybody who had its genesis can claim rounds of it."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=600)) as s:
+            s.start("a", founder=True)
+            s.start("z", step_s=0.02)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            s.kill("a")
+            await s.until(lambda: bool(s.peers["z"].rounds()), within_s=300)
+            s.network.partition(["a", "b", "c"], ["z"])
+            s.start("a", founder=True)
+            for name in "bc":
+                s.start(name, chosen=["bootstrap"])
+            await s.until(lambda: all(s.peers[name].node.ready.is_set() for name in "abc"))
+            second = _geneses(s, "abc")
+            assert len(second) == 1
+            s.network.partition()
+            await s.until(lambda: all(s.peers[name].rounds("committed") for name in "abc"), within_s=120)
+            assert _geneses(s, "abc") == second != _geneses(s, "z")
+
+    run_virtual(main)
+
+
 def test_nobody_goes_for_ever_with_a_founder_that_starts_the_run_again_and_again() -> None:
     async def main() -> None:
         async with swarm(dataclasses.replace(PLAIN, sync_every=300)) as s:

@@ -31,6 +31,9 @@ MOST_TOKENS_ALLOWED = 2.0
 MOST_MEANS = 8.0
 # Rounds remembered, and needed before anything is refused (guess).
 ROUNDS, LEAST_ROUNDS = 8, 3
+# An interval counts as at least this share of the run's: else a leader that hurries some rounds, whose norms are larger
+# for their steps, would raise the limit of those of usual length by more than four (guess).
+LEAST_SHARE = 0.25
 # Refusals that double the limit: by 64 at most (guess). A mean that grows by more in an interval has diverged.
 MOST_DOUBLINGS = 6
 
@@ -150,7 +153,9 @@ class MeanGuard:
     squared norm is compared with the sum of theirs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sync_every: int) -> None:
+        # sync_every: the run's steps between two rounds of the same blocks.
+        self._least_steps = LEAST_SHARE * sync_every
         # By the blocks that rounds averaged: norms, each with our steps since the round before it.
         self._past: dict[tuple[int, int], deque[tuple[float, float]]] = {}
         self._noted_at: dict[tuple[int, int], int] = {}
@@ -175,13 +180,20 @@ class MeanGuard:
         """A round with this mean has landed.
 
         Args:
-            steps: ours at our snapshot; without one, now. They then do not tell how long the interval was.
+            steps: ours at our snapshot; without one, now. They then do not tell how long the interval was, which
+                counts as usual.
         """
         blocks = blocks_of(norms)
-        took = max(1, steps - self._noted_at.get(blocks, 0)) if has_snapshot else math.inf
-        self._past.setdefault(blocks, deque(maxlen=ROUNDS)).append((norm_of(norms), took))
+        past = self._past.setdefault(blocks, deque(maxlen=ROUNDS))
+        usual = statistics.median(took for _, took in past) if past else math.inf
+        took = max(self._least_steps, steps - self._noted_at.get(blocks, 0)) if has_snapshot else usual
+        past.append((norm_of(norms), took))
         self._noted_at[blocks] = steps
         self._refused.clear()
+
+    def count_from(self, steps: int) -> None:
+        """Our weights were replaced by those of others at our step `steps`."""
+        self._noted_at = dict.fromkeys(self._noted_at, steps)
 
     def refusal(self, norms: SpanNorms, head: Head, leader: Voter, steps: int, *, has_snapshot: bool = True) -> str:
         """Why this mean is refused; empty if it is not.

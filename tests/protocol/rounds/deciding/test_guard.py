@@ -325,7 +325,7 @@ def spans(norm: float) -> list[tuple[tuple[int, int], float]]:
 
 
 def test_each_section_has_a_history_and_the_whole_is_compared_with_all_of_them() -> None:
-    guard = MeanGuard()
+    guard = MeanGuard(20)
 
     def mean(first: int, end: int, norm: float) -> list[tuple[tuple[int, int], float]]:
         return [((first, end), norm**2)]
@@ -348,7 +348,7 @@ def test_each_section_has_a_history_and_the_whole_is_compared_with_all_of_them()
 
 
 def test_a_mean_above_eight_times_the_median_of_the_last_rounds_is_refused() -> None:
-    guard = MeanGuard()
+    guard = MeanGuard(20)
     for norm in (1.0, 50.0):
         guard.note(spans(norm), 0)
         assert guard.limit(0, 2142, 0) == np.inf
@@ -362,7 +362,7 @@ def test_a_mean_above_eight_times_the_median_of_the_last_rounds_is_refused() -> 
 
 def test_after_steps_without_a_round_the_limit_is_as_many_times_higher() -> None:
     """Else peers that trained through an outage would refuse each other's mean, longer than it lasted."""
-    guard = MeanGuard()
+    guard = MeanGuard(20)
     for steps in (20, 40, 60):
         guard.note(spans(1.0), steps)
     assert [guard.limit(0, 2142, steps) for steps in (0, 60, 80, 110, 2060)] == [8.0, 8.0, 8.0, 20.0, 800.0]
@@ -378,24 +378,35 @@ def test_after_steps_without_a_round_the_limit_is_as_many_times_higher() -> None
 
 def test_steps_of_rounds_that_a_peer_sat_out_do_not_tell_how_long_their_intervals_were() -> None:
     """A peer that was frozen catches up with several rounds at one step."""
-    guard = MeanGuard()
+    guard = MeanGuard(20)
     for steps in (20, 40, 60):
         guard.note(spans(1.0), steps)
     for _ in range(5):
         guard.note(spans(1.0), 60, has_snapshot=False)
     assert guard.limit(0, 2142, 80) == pytest.approx(8.0)
-    assert guard.limit(0, 2142, 2060) == pytest.approx(8.0)
+    # They count as usual, so an outage after them raises the limit as any.
+    assert guard.limit(0, 2142, 2060) == pytest.approx(800.0)
+    guard.count_from(2060)  # its weights were replaced
+    assert guard.limit(0, 2142, 2080) == pytest.approx(8.0)
+
+
+def test_hurried_rounds_raise_the_limit_of_others_four_times_at_most() -> None:
+    guard = MeanGuard(20)
+    for steps in range(5):
+        guard.note(spans(1.0), steps)
+    assert guard.limit(0, 2142, 4) == pytest.approx(8.0)
+    assert guard.limit(0, 2142, 24) == pytest.approx(32.0)
 
 
 def test_rounds_without_any_change_refuse_nothing() -> None:
-    guard = MeanGuard()
+    guard = MeanGuard(20)
     for _ in range(5):
         guard.note(spans(0.0), 0)
     assert not guard.refusal(spans(1.0), HEAD, X, 0)
 
 
 def test_a_refusal_doubles_the_limit_once_for_each_voter_and_interval_until_a_round_lands() -> None:
-    guard = MeanGuard()
+    guard = MeanGuard(20)
     for _ in range(3):
         guard.note(spans(1.0), 0)
     for _ in range(5):
@@ -417,7 +428,7 @@ def test_a_refusal_doubles_the_limit_once_for_each_voter_and_interval_until_a_ro
 
 
 def test_refusals_of_leaders_that_are_no_voters_leave_the_limit() -> None:
-    guard = MeanGuard()
+    guard = MeanGuard(20)
     for _ in range(3):
         guard.note(spans(1.0), 0)
     for number in range(20):

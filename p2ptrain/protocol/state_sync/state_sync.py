@@ -300,9 +300,11 @@ class StateSync:
             return False
         is_other_start = head.genesis != driver.head.genesis and shared(ours, entries) is None
         if is_other_start and is_fresh(driver.head, self._context.run):
-            if founder == self.run_founder == self._context.peer_id and not is_fresh(head, self._context.run):
-                return self._is_larger(head)  # we founded it before we were restarted, and others went on with it
-            if self._goes_with(donor):
+            founded_both = founder == self.run_founder == self._context.peer_id
+            # Others may have gone on with a start of ours from before our restart.
+            if self._goes_with(donor) or (
+                founded_both and not is_fresh(head, self._context.run) and self._is_larger(head)
+            ):
                 return True
             if not self._is_named(donor):
                 return self._follows_start(head)
@@ -366,7 +368,8 @@ class StateSync:
             self._told_other_start = True
             logger.warning(
                 "%s trains another start of run %r: the swarm is split, and only peers of one start average with each "
-                "other. Restart the peers of one of them with the address of a peer of the other",
+                "other. Choose the one to keep, and restart each peer of the other with --initial-peers and the "
+                "address of a peer of the kept one: what it trained apart is lost",
                 link.peer_id,
                 run.run_id,
             )

@@ -45,7 +45,8 @@ def test_together_two_image_classifiers_know_what_each_was_not_shown(swarm: Swar
 
 @pytest.mark.long
 def test_the_second_image_classifier_is_started_by_the_line_of_the_first(swarm: Swarm) -> None:
-    first = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --wait --steps 5 {LOOPBACK}")
+    # Two rounds: in five steps the first one had left before the second one had its state.
+    first = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --wait --steps 120 {LOOPBACK}")
     line = swarm.until(lambda: line_after("the second peer is started by:", first))
     second = swarm.start(f"{line} {LOOPBACK}")
     assert [first.wait(), second.wait()] == [0, 0], swarm.report()

@@ -91,13 +91,13 @@ def draw_curves(groups: Sequence[Runs], path: Path, title: str, data_parallel_mb
 
 
 def methods(groups: Sequence[Runs]) -> dict[str, Runs]:
-    """The runs of 2000 steps with Muon by method: one machine, data parallel, and peers with each half and both."""
+    """The runs of 2000 steps with AdamW by method: one machine, data parallel, and peers with each half and both."""
     wanted = {
-        "rounds and gossip (p2ptrain)": Cell(TOGETHER, "muon", 2000, 0, *FIRST[1][1:]),
-        "data parallel": Cell(LARGE, "muon", 2000, 0),
-        "gossip alone (SPARTA)": Cell(SIMULATED, "muon", 2000, 0, *GOSSIP_ALONE[1:]),
-        "rounds alone (DiLoCo)": Cell(SIMULATED, "muon", 2000, 0, *ROUNDS_ALONE[1:]),
-        "one machine alone": Cell(ALONE, "muon", 2000, 0),
+        "rounds and gossip (p2ptrain)": Cell(TOGETHER, "adamw", 2000, 0, *FIRST[0][1:]),
+        "data parallel": Cell(LARGE, "adamw", 2000, 0),
+        "gossip alone (SPARTA)": Cell(SIMULATED, "adamw", 2000, 0, *GOSSIP_ALONE[1:]),
+        "rounds alone (DiLoCo)": Cell(SIMULATED, "adamw", 2000, 0, *ROUNDS_ALONE[1:]),
+        "one machine alone": Cell(ALONE, "adamw", 2000, 0),
     }
     by_cell = {dataclasses.replace(runs[0][0], seed=0): runs for runs in groups}
     return {name: by_cell[cell] for name, cell in wanted.items() if cell in by_cell}
@@ -124,7 +124,7 @@ def draw_bytes(compared: Mapping[str, Runs], path: Path, data_parallel_mb: Megab
             axes.annotate(label, (sent, loss), xytext=(0, -11 if is_below else 11),
                           va="top" if is_below else "bottom", ha="center", color=colour,
                           textcoords="offset points")  # fmt: skip
-        axes.set_title("Muon, 2000 steps each; one to three seeds", loc="left")
+        axes.set_title("AdamW, 2000 steps each; one to three seeds", loc="left")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.margins(x=0.15, y=0.35)

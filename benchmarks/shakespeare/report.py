@@ -31,7 +31,7 @@ STAGES = {
     8: "four peers, 2000 steps: the other codecs and p",
     9: "simulated: four peers, 500 steps, all codecs and p",
     10: "simulated: four peers, 2000 steps, those of stage 4",
-    11: "simulated: four peers, 2000 steps, Muon: rounds alone, gossip alone",
+    11: "simulated: four peers, 2000 steps, AdamW: rounds alone, gossip alone",
 }
 
 Results = dict[Cell, dict[str, Any]]

@@ -18,8 +18,8 @@ from tests.fakes import MADDR, FakeNetworkSession
 from tests.network.test_lan import A, B
 
 WARNING = (
-    "no peers found for run 'x'; starting it, unless another peer does so first. If it should exist, check run_id=: it "
-    "may have ended"
+    "no peers found for run 'x'; starting it, unless another peer does so first. If you expected peers, check "
+    "run_id=; the run may have ended"
 )
 
 

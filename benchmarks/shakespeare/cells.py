@@ -26,7 +26,7 @@ ALONE, LARGE, PARALLEL, TOGETHER = "alone", "large batch", "data parallel", "pee
 SIMULATED = "simulated peers"
 # The two of the grid that are run first: the defaults, and what was best at equal bytes in simulations.
 FIRST = (("adamw", "int8", 0.005), ("muon", "int4", 0.005))
-# The four methods of the picture of bytes are data parallel, the first of FIRST, and its two halves.
+# The four methods of the picture of bytes are data parallel, the first of FIRST, simulated, and its two halves.
 ROUNDS_ALONE, GOSSIP_ALONE = ("adamw", "int8", 0.0), ("adamw", "", 0.005)
 GRID = tuple(itertools.product(("adamw", "muon"), ("int8", "int4"), (0.0, 0.005, 0.02)))
 

@@ -93,7 +93,7 @@ def draw_curves(groups: Sequence[Runs], path: Path, title: str, data_parallel_mb
 def methods(groups: Sequence[Runs]) -> dict[str, Runs]:
     """The runs of 2000 steps with AdamW by method: one machine, data parallel, and peers with each half and both."""
     wanted = {
-        "rounds and gossip (p2ptrain)": Cell(TOGETHER, "adamw", 2000, 0, *FIRST[0][1:]),
+        "rounds and gossip (p2ptrain)": Cell(SIMULATED, "adamw", 2000, 0, *FIRST[0][1:]),
         "data parallel": Cell(LARGE, "adamw", 2000, 0),
         "gossip alone (SPARTA)": Cell(SIMULATED, "adamw", 2000, 0, *GOSSIP_ALONE[1:]),
         "rounds alone (DiLoCo)": Cell(SIMULATED, "adamw", 2000, 0, *ROUNDS_ALONE[1:]),
@@ -112,19 +112,19 @@ def draw_bytes(compared: Mapping[str, Runs], path: Path, data_parallel_mb: Megab
             cell, loss = runs[0][0], _mean_of(runs, "loss")
             if cell.arm == ALONE:
                 axes.axhline(loss, color="#999999", linewidth=1, linestyle=":")
-                axes.text(0.01, loss, f"{name}, as many steps: {loss:.3f}", transform=axes.get_yaxis_transform(),
-                          va="bottom", color="#666666")  # fmt: skip
+                axes.text(0.99, loss, f"{name}, as many steps: {loss:.3f}", transform=axes.get_yaxis_transform(),
+                          va="bottom", ha="right", color="#666666")  # fmt: skip
                 continue
             sent = data_parallel_mb(cell.steps) if cell.arm == LARGE else _mean_of(runs, "mb_per_peer")
             axes.plot(sent, loss, "o", color=colour, markersize=11)
-            # Rounds alone have the neighbour with gossip, whose name is above.
-            is_below = cell.arm == SIMULATED and not cell.p
+            # Rounds alone have a neighbour, whose name is above, and gossip alone the line of one machine.
+            is_below = cell.arm == SIMULATED and not (cell.codec and cell.p)
             computed = " (computed)" if cell.arm == LARGE else ""
             label = f"{name}\n{sent:,.0f} MB{computed}: {loss:.3f}"
             axes.annotate(label, (sent, loss), xytext=(0, -11 if is_below else 11),
                           va="top" if is_below else "bottom", ha="center", color=colour,
                           textcoords="offset points")  # fmt: skip
-        axes.set_title("AdamW, 2000 steps each; one to three seeds", loc="left")
+        axes.set_title("AdamW, 2000 steps each; four peers simulated, with the protocol of real ones", loc="left")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.margins(x=0.15, y=0.35)

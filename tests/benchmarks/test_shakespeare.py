@@ -163,7 +163,7 @@ def test_runs_that_are_done_are_read_back_and_reported(tmp_path: Path) -> None:
     assert not written.count("| four peers, simulated |")
     assert "| one peer | adamw | 2000 | – | 1 | 2.000 | 1.54M | 0 | – | 100 (2) |" in lines
     # No picture of curves with Muon: of the grid they show only what is run first.
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["adamw.png", "simulated.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["adamw.png", "bytes.png", "simulated.png"]
 
 
 def test_four_methods_and_one_machine_are_compared_by_their_bytes(tmp_path: Path) -> None:

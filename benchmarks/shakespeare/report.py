@@ -74,7 +74,7 @@ def table(results: Results) -> str:
     ]
     for runs in grouped(results):
         cell, rows = runs[0][0], [row for _, row in runs]
-        settings = f"{cell.codec or 'one at the end'}, {100 * cell.p:g} %" if cell.is_swarm else "–"
+        settings = f"{cell.codec}, {100 * cell.p:g} %" if cell.is_swarm else "–"
         tokens = statistics.fmean(row["tokens"] for row in rows) / 1e6
         lines.append(
             f"| {NAMES[cell.arm]} | {cell.optimizer} | {cell.steps} | {settings} | {len(rows)} | {_loss(rows)} | "

@@ -58,7 +58,7 @@ OTHER_START_JOINED = (
 OLD_TICKETS = (
     ". Tickets that this peer printed earlier name the old founder, and are refused: give its address, or a new ticket"
 )
-# Nobody goes with a founder that starts the run again and again (guess).
+# A peer that has left so many starts of the run does not follow its founder to another one (guess).
 MOST_STARTS_LEFT = 3
 
 

@@ -30,6 +30,14 @@ async def _start_twice(s: Swarm) -> None:
     assert len(_geneses(s, "abcd")) == 2
 
 
+async def _start_anew(s: Swarm, founder: str, *others: str) -> None:
+    """Kill the founder, which founds the run again while it, and each of the others, reaches nobody."""
+    s.kill(founder)
+    s.network.partition([founder], *([name] for name in others))
+    s.start(founder, founder=True)
+    await s.until(s.peers[founder].node.ready.is_set)
+
+
 @pytest.mark.parametrize("same_weights", [False, True])
 def test_founders_that_meet_before_their_first_rounds_train_together(same_weights: bool) -> None:
     """Where both began with the same weights, what was trained since is kept too."""
@@ -215,10 +223,7 @@ def test_a_founder_that_starts_anew_before_the_first_round_is_followed() -> None
             s.start("a", founder=True)
             s.start("b")
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-            s.kill("a")
-            s.network.partition(["a"], ["b"])
-            s.start("a", founder=True)
-            await s.until(s.peers["a"].node.ready.is_set)
+            await _start_anew(s, "a", "b")
             (first,), (second,) = _geneses(s, "b"), _geneses(s, "a")
             assert first < second
             s.network.partition()
@@ -307,10 +312,7 @@ def test_a_peer_without_a_round_that_meets_its_founders_second_start_comes_back_
             s.network.partition(["a", "b"], ["c"])
             await s.until(lambda: bool(s.peers["b"].rounds("committed")))
             first = _geneses(s, "b")
-            s.kill("a")
-            s.network.partition(["a"], ["b"], ["c"])
-            s.start("a", founder=True)
-            await s.until(s.peers["a"].node.ready.is_set)
+            await _start_anew(s, "a", "b", "c")
             s.network.partition()
             await s.until(lambda: _geneses(s, "abc") == first, within_s=60)
 

@@ -95,7 +95,15 @@ RUNS = (
         {"goodput": r"goodput.*\| ([\d.]+%) \|", "training blocked": r"blocked the training.*\| ([\d.]+%) \|"},
     ),
     Run("storms", "make storms", "40 min", "[500 storms in virtual time](../understand/reliability.md)", PASSED),
-    Run("bench", "make bench", "2 h", "[speed, bytes and memory](benchmarks.md)"),
+    *(
+        Run(name, f'make bench ARGS="{of}"', takes, f"[{what}](benchmarks.md#{place})", {"": r"\b(reached|MISSED)\b"})
+        for name, of, takes, what, place in (
+            ("bench", "step push round bulk bytes memory", "1 h", "speed, bytes and memory", "on-one-machine"),
+            ("bench-far", "wan", "40 min", "rounds over wide-area links", "far-apart"),
+            ("bench-churn", "start churn download", "40 min", "starts, leaves, joins", "when-peers-leave-and-join"),
+            ("bench-simulate", "simulate reference", "30 min", "the simulator, and the authors'", "the-simulator"),
+        )
+    ),
     Run("harm", "make harm", "1 h", "[what lying members cost](../understand/security.md)"),
     Run("thousand", "make thousand", "1 h", "[large swarms](benchmarks.md#large-swarms)"),
     Run("pairwise", "make pairwise", "20 min", "[random pairs](benchmarks.md#random-pairs-against-rounds)"),

@@ -37,6 +37,7 @@ def run_of(name: str) -> Run:
         ),
         ("compose-test", "ok 3.0 s  up\npassed: 20 checks in 1863 s\n", "20 checks"),
         ("pythons", "Python 3.12 (/usr/bin/python3.12): installed, and two peers\n", "Python 3.12"),
+        ("bench-far", "│ a round │ ≤ 6 s │ 5 s │ reached │ 9 s │\n│ b │ 1 │ 2 │ MISSED │ - │\n", "reached, MISSED"),
         ("links", "| a | table |", ""),
     ],
 )

@@ -131,7 +131,8 @@ class RoundContext:
         self.grids = Grids.of(self.state.num_blocks, self.exchange.sections, self.codec)
         self.grid = self.grids.whole
         self.audited = is_audited(run, self.averaging)
-        self.mean_guard = MeanGuard(run.sync_every * run.round_sections)
+        sections = max(1, len(self.exchange.sections))
+        self.mean_guard = MeanGuard(run.sync_every * sections, self.exchange.steps)
         of_mean = mean_codec(run)
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in (self.codec, of_mean))
         self.pushed = PushedMeans(links, self.averaging, of_mean.size_bytes)

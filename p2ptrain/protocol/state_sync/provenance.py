@@ -32,7 +32,7 @@ from p2ptrain.protocol.rounds.deciding.history import (
     was_alone,
 )
 from p2ptrain.protocol.rounds.deciding.lineage import check_head, generation_of
-from p2ptrain.protocol.rounds.deciding.proof import Prover
+from p2ptrain.protocol.rounds.deciding.proof import Prover, is_quorum
 from p2ptrain.protocol.wire.messages import Beat, Entry, Founding, Head, SignedHead, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
@@ -201,20 +201,14 @@ def is_preferred(
     if not is_trusted:
         return False
     if head.genesis == other.genesis:
-        # We were away for longer than histories are kept, and follow a newer state of a trusted peer.
-        return other.round > head.round
+        # We were away for longer than histories are kept, and follow a newer state of a trusted peer. We were not while
+        # others go on with us, and that peer may have followed a liar.
+        here = [voter for voter in head.voters if voter[0] in present]
+        goes_on = len(head.voters) > 1 and is_quorum(here, head.voters)
+        return other.round > head.round and not goes_on
     # The run was started twice. A peer that committed all its rounds alone joins those that did not, or another such
     # one.
     return was_alone(ours) and (not was_alone(theirs) or rank_of(other) > rank_of(head))
-
-
-def is_larger_start(genesis: str, other: Head | Beat, here: int, there: int) -> bool:
-    """Whether a peer without a round leaves its start of the run, `genesis`, for another one that proves nothing.
-
-    The larger one goes on; of two as large that which has a round, else that with the smaller id. Counts of peers are
-    of the links of this peer, itself among `here`, so that a stranger alone wins no swarm.
-    """
-    return (there, other.round >= 0, other.genesis < genesis) > (here, False, False)
 
 
 def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import trio
@@ -28,11 +28,11 @@ from p2ptrain.protocol.state_sync.provenance import (
     ask_head,
     ask_history,
     delaying_rounds,
-    is_larger_start,
     is_preferred,
     rank_of,
 )
-from p2ptrain.protocol.state_sync.transfer import Download, founder_of, land_state
+from p2ptrain.protocol.state_sync.starts import Starts
+from p2ptrain.protocol.state_sync.transfer import Download, land_state
 from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Founding, Head, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
@@ -48,18 +48,6 @@ RETRY_S = 2.0
 REFUSED_RETRY_S = 10.0
 # The same if a round came first (guess): short, because partners delay their next round for us.
 OVERTAKEN_RETRY_S = 0.25
-# A peer of another start of the run may still follow us, as one of us is its initial peer. After this long it
-# will not (guess).
-OTHER_START_S = 10.0
-OTHER_START_JOINED = (
-    "joined the start of run %r that %s founded: the run was started twice, and this peer had no round with others "
-    "yet%s"
-)
-OLD_TICKETS = (
-    ". Tickets that this peer printed earlier name the old founder, and are refused: give its address, or a new ticket"
-)
-# A peer that has left so many starts of the run does not follow its founder to another one (guess).
-MOST_STARTS_LEFT = 3
 
 
 class StateSync:
@@ -81,16 +69,12 @@ class StateSync:
         self._rng = rng
         self._record = record
         self._pins = pins
-        self._may_found = may_found
+        self._starts = Starts(driver, joining, may_found=may_found)
         self._download: Download | None = None
         # A peer that is behind right after joining was overtaken once.
         self._times_overtaken = 1
         # Outcome of the current job: "refused", "overtaken", "not now", or "".
         self._outcome = ""
-        # Linked peers of another start of the run that has rounds, as ours has: which start, and since when.
-        self._other_starts: dict[PeerId, tuple[str, float]] = {}
-        self._told_other_start = False
-        self._starts_left = 0
         # Waiting jobs by partner ("" for any): the link, the reason, and our head when it was queued.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
@@ -98,7 +82,7 @@ class StateSync:
     @property
     def run_founder(self) -> PeerId:
         """The id of the peer that founded the run; "" before we have its state."""
-        return founder_of(self._driver)
+        return self._starts.founder
 
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
@@ -138,7 +122,7 @@ class StateSync:
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
         head = self._driver.head
-        self._note_other_start(link, beat)
+        self._starts.note(link, beat)
         if not self._may_follow(link):
             return
         if beat.lineage != head.lineage:
@@ -155,10 +139,8 @@ class StateSync:
         beat, head = link.beat, self._driver.head
         if beat is None or not self._driver.may_follow(link):
             return False
-        may_change = is_fresh(head, self._context.run) and beat.genesis != head.genesis and not self._is_named(link)
-        may_be_ours = self.run_founder == self._context.peer_id and not is_fresh(beat, self._context.run)
-        is_followed = self._goes_with(link) or self._follows_start(beat) or (may_be_ours and self._is_larger(beat))
-        return not may_change or is_followed
+        is_other_start = is_fresh(head, self._context.run) and beat.genesis != head.genesis
+        return not is_other_start or self._starts.follows(link, beat) is not False
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -268,10 +250,7 @@ class StateSync:
             self._download = None
             kind: LandingKind = "keep" if keeps_weights else "write"
             if is_other_start:
-                self._starts_left += 1
-                self.joining.from_initial_peer = self._is_named(donor)
-                tickets = "" if signed.genesis.founder == self.run_founder else OLD_TICKETS
-                logger.warning(OTHER_START_JOINED, context.run.run_id, shown(signed.genesis.founder), tickets)
+                self._starts.joined(donor, signed.genesis.founder)
             driver.adopt(signed, History(signed.genesis, merged(driver.history.entries, entries)))
             if kind == "write":
                 context.mean_guard.count_from(context.exchange.steps)
@@ -300,14 +279,9 @@ class StateSync:
             return False
         is_other_start = head.genesis != driver.head.genesis and shared(ours, entries) is None
         if is_other_start and is_fresh(driver.head, self._context.run):
-            founded_both = founder == self.run_founder == self._context.peer_id
-            # Others may have gone on with a start of ours from before our restart.
-            if self._goes_with(donor) or (
-                founded_both and not is_fresh(head, self._context.run) and self._is_larger(head)
-            ):
-                return True
-            if not self._is_named(donor):
-                return self._follows_start(head)
+            follows = self._starts.follows(donor, head, founder)
+            if follows is not None:
+                return follows
         # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
         present = () if driver.has_ended else self._context.liveness.present()
         return is_preferred(
@@ -316,63 +290,8 @@ class StateSync:
             head,
             entries,
             {peer_id for peer_id, incarnation in driver.head.voters if (peer_id, incarnation) in present},
-            is_trusted=self._is_named(donor) or not (self._context.links.chosen or self._started_here()),
+            is_trusted=self._starts.is_trusted(donor),
         )
-
-    def _is_named(self, donor: Link | None) -> bool:
-        """Whether the user named this peer as an initial peer, or (None) gave its state."""
-        return donor is None or donor.peer_id in self._context.links.chosen
-
-    def _goes_with(self, donor: Link | None) -> bool:
-        """Whether to follow this peer to another start, as it founded ours, which it has left.
-
-        Not if our user started the run, or gave an initial peer that we have its state from, but not this one.
-        """
-        if donor is None or donor.peer_id != self.run_founder or self._started_here():
-            return False
-        is_chosen = self._is_named(donor) or not self.joining.from_initial_peer
-        return is_chosen and self._starts_left < MOST_STARTS_LEFT
-
-    def _started_here(self) -> bool:
-        """Whether our user started the run: this peer founded it, and was given no peer to ask."""
-        is_founder = self.run_founder == self._context.peer_id
-        return self._may_found or (is_founder and not self._context.links.chosen)
-
-    def _follows_start(self, other: Head | Beat) -> bool:
-        """Whether to leave our start of the run, which has no round yet, for a stranger's.
-
-        Never if our user started the run, or we have it from an initial peer.
-        """
-        is_bound = self._started_here() or self.joining.from_initial_peer
-        return not is_bound and self.run_founder not in self._context.links.chosen and self._is_larger(other)
-
-    def _is_larger(self, other: Head | Beat) -> bool:
-        """Whether more of our links are in another start of the run than in ours, we counted; see `is_larger_start`."""
-        genesis = self._driver.head.genesis
-        peers = Counter(link.beat.genesis for link in self._context.links.trainers() if link.beat and link.beat.lineage)
-        return is_larger_start(genesis, other, 1 + peers[genesis], peers[other.genesis])
-
-    def _note_other_start(self, link: Link, beat: Beat) -> None:
-        """Warn, once, if a partner trains another start of this run for OTHER_START_S, and both have rounds."""
-        head, run, now = self._driver.head, self._context.run, trio.current_time()
-        is_apart = beat.lineage and beat.genesis != head.genesis and not is_fresh(head, run) and not is_fresh(beat, run)
-        if not is_apart or self._told_other_start:
-            self._other_starts.pop(link.peer_id, None)
-            return
-        live = self._context.links.live
-        self._other_starts = {peer: entry for peer, entry in self._other_starts.items() if peer in live}
-        genesis, since_s = self._other_starts.get(link.peer_id, ("", now))
-        if genesis != beat.genesis:
-            self._other_starts[link.peer_id] = beat.genesis, now
-        elif now - since_s >= OTHER_START_S:
-            self._told_other_start = True
-            logger.warning(
-                "%s trains another start of run %r: the swarm is split, and only peers of one start average with each "
-                "other. Choose the one to keep, and restart each peer of the other with --initial-peers and the "
-                "address of a peer of the kept one: what it trained apart is lost",
-                link.peer_id,
-                run.run_id,
-            )
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
         """Raises RunMismatchError unless a history is of the run that the user wants."""

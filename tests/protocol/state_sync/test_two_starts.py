@@ -6,11 +6,13 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping
 
+import msgspec
 import pytest
 import torch
 import trio
 
 from p2ptrain.memory_network.network import MemoryDirectory
+from p2ptrain.protocol.rounds.deciding.history import History
 from tests.protocol.state_sync.test_provenance import checkpoint_of
 from tests.protocol.swarm import RUN, Swarm, after, common, run_virtual, start_all, swarm
 
@@ -215,20 +217,21 @@ def test_a_founder_that_is_restarted_before_the_first_round_keeps_its_run() -> N
     run_virtual(main)
 
 
-def test_a_founder_that_starts_anew_before_the_first_round_is_followed() -> None:
-    """Its member would otherwise keep the first start, which is as large and has the smaller id."""
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_a_founder_that_starts_anew_before_the_first_round_and_its_member_become_one(names: str) -> None:
+    """Both starts are as large: the one with the smaller id goes on."""
 
     async def main() -> None:
+        founder, member = names
         async with swarm(dataclasses.replace(PLAIN, sync_every=400)) as s:
-            s.start("a", founder=True)
-            s.start("b")
+            s.start(founder, founder=True)
+            s.start(member, chosen=[founder])
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-            await _start_anew(s, "a", "b")
-            (first,), (second,) = _geneses(s, "b"), _geneses(s, "a")
-            assert first < second
+            await _start_anew(s, founder, member)
+            smaller = {min(_geneses(s, "ab"))}
             s.network.partition()
-            await s.until(lambda: _geneses(s, "ab") == {second}, within_s=20)
-            assert not s.peers["a"].rounds()
+            await s.until(lambda: _geneses(s, "ab") == smaller, within_s=20)
+            assert not s.peers[founder].rounds()
             await s.until(lambda: common(s, 1, 2))
 
     run_virtual(main)
@@ -283,6 +286,103 @@ def test_a_founder_of_many_does_not_follow_one_who_went_on_with_its_first_start(
             s.network.partition()
             await s.until(lambda: all(s.peers[name].rounds("committed") for name in "abc"), within_s=120)
             assert _geneses(s, "abc") == second != _geneses(s, "z")
+
+    run_virtual(main)
+
+
+async def _lie(s: Swarm, name: str) -> str:
+    """Show made-up rounds, of a lineage of its own in a start whose genesis it has kept; returns the lineage."""
+    driver = s.peers[name].node.driver
+    s.peers[name].paused = False  # what it has received lands
+    async with driver.paused():
+        driver.context.state.anchor[:] = 7.0
+        driver.context.state.rehash()
+        hashes = driver.context.state.hashes
+        made_up = msgspec.structs.replace(
+            driver.head, round=1000, run_step=1000, tokens_total=10**9, state_hash=hashes.state,
+            anchor_hash=hashes.anchor, commit=None,
+        )  # fmt: skip
+        driver.found_lineage(made_up, History(driver.history.genesis, []), "a lie")
+    s.peers[name].paused = True
+    return driver.head.lineage
+
+
+@pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
+@pytest.mark.parametrize("seed", range(4))
+def test_made_up_rounds_take_neither_a_restarted_founder_nor_its_members(initial_peer: str, seed: int) -> None:
+    """The members have rounds, and are linked with it soon after the stranger."""
+
+    async def main() -> None:
+        async with swarm(PLAIN, seed=seed) as s:
+            s.start("a", founder=True)
+            await s.until(s.peers["a"].node.ready.is_set)
+            for name in "bcd":
+                s.start(name, chosen=[initial_peer])
+            s.start("x", chosen=["a"])
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            s.peers["x"].paused = True  # it never contributes
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abcd"), within_s=200)
+            s.kill("a")
+            lied = await _lie(s, "x")
+            await trio.sleep(4)
+            s.start("a", founder=True)
+            await trio.sleep(60)
+            assert lied not in {s.peers[name].node.driver.head.lineage for name in "abcd"}
+            assert len(_geneses(s, "abcd")) == 1
+            assert not any(s.peers[name].exchange.finished for name in "abcd")
+
+    run_virtual(main, seed)
+
+
+def test_members_whose_run_goes_on_do_not_follow_a_founder_that_a_stranger_took() -> None:
+    """It met the stranger alone."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            s.start("a", founder=True)
+            await s.until(s.peers["a"].node.ready.is_set)
+            for name in "bcx":
+                s.start(name, chosen=["a"])
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            s.peers["x"].paused = True
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abc"), within_s=200)
+            s.kill("a")
+            s.network.partition(["b", "c"], ["a", "x"])
+            lied = await _lie(s, "x")
+            s.start("a", founder=True)
+            await s.until(lambda: s.peers["a"].node.driver.head.lineage == lied, within_s=30)
+            s.network.partition()
+            await trio.sleep(60)
+            assert lied not in {s.peers[name].node.driver.head.lineage for name in "bc"}
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("newcomers", ["", "d", "de"])
+def test_a_founder_that_starts_anew_goes_back_to_its_members_until_newcomers_are_more(newcomers: str) -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=500)) as s:
+            s.start("a", founder=True)
+            await s.until(s.peers["a"].node.ready.is_set)
+            for name in "bc":
+                s.start(name, chosen=["a"])
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            first = _geneses(s, "a")
+            for _ in range(3):
+                s.kill("a")
+                await trio.sleep(2)
+                s.start("a", founder=True)
+                await s.until(lambda: _geneses(s, "abc") == first, within_s=20)
+            s.kill("a")
+            s.network.partition(["b", "c"], ["a", *newcomers])
+            s.start("a", founder=True)
+            await s.until(s.peers["a"].node.ready.is_set)
+            for name in newcomers:
+                s.start(name, chosen=["a"])
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            s.network.partition()
+            await s.until(lambda: len(_geneses(s, s.peers)) == 1, within_s=40)
+            assert (_geneses(s, "a") == first) == (len(newcomers) == 0) or len(newcomers) == 1
 
     run_virtual(main)
 

@@ -153,10 +153,11 @@ class MeanGuard:
     squared norm is compared with the sum of theirs.
     """
 
-    def __init__(self, sync_every: int) -> None:
-        # sync_every: the run's steps between two rounds of the same blocks.
-        self._least_steps = LEAST_SHARE * sync_every
-        # By the blocks that rounds averaged: norms, each with our steps since the round before it.
+    def __init__(self, sync_every: int, steps: int = 0) -> None:
+        # sync_every: the run's steps between two rounds of the same blocks; steps: ours now.
+        self._sync_every = sync_every
+        self._count_from = steps
+        # By the blocks that rounds averaged: norms, each with our steps since the round before it, and our step then.
         self._past: dict[tuple[int, int], deque[tuple[float, float]]] = {}
         self._noted_at: dict[tuple[int, int], int] = {}
         self._refused: set[tuple[Voter, str, int, int]] = set()
@@ -164,7 +165,7 @@ class MeanGuard:
     def limit(self, first: int, end: int, steps: int) -> float:
         """The largest norm of blocks [first, end) that is not refused, at our step `steps`."""
         known = {
-            blocks: statistics.median(norm * max(1.0, (steps - self._noted_at[blocks]) / took) for norm, took in past)
+            blocks: statistics.median(norm * max(1.0, self._since(blocks, steps) / took) for norm, took in past)
             for blocks, past in self._past.items()
             if len(past) >= LEAST_ROUNDS
         }
@@ -185,15 +186,20 @@ class MeanGuard:
         """
         blocks = blocks_of(norms)
         past = self._past.setdefault(blocks, deque(maxlen=ROUNDS))
-        usual = statistics.median(took for _, took in past) if past else math.inf
-        took = max(self._least_steps, steps - self._noted_at.get(blocks, 0)) if has_snapshot else usual
+        usual = statistics.median(took for _, took in past) if past else self._sync_every
+        least = LEAST_SHARE * self._sync_every
+        took = max(least, self._since(blocks, steps)) if has_snapshot else usual
         past.append((norm_of(norms), took))
         self._noted_at[blocks] = steps
         self._refused.clear()
 
     def count_from(self, steps: int) -> None:
         """Our weights were replaced by those of others at our step `steps`."""
-        self._noted_at = dict.fromkeys(self._noted_at, steps)
+        self._noted_at.clear()
+        self._count_from = steps
+
+    def _since(self, blocks: tuple[int, int], steps: int) -> int:
+        return steps - self._noted_at.get(blocks, self._count_from)
 
     def refusal(self, norms: SpanNorms, head: Head, leader: Voter, steps: int, *, has_snapshot: bool = True) -> str:
         """Why this mean is refused; empty if it is not.

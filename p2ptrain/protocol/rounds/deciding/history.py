@@ -71,6 +71,8 @@ def check_genesis(genesis: Founding, head: Head, prover: Prover, digest: str) ->
     prover.verify_founding(genesis)
     if (genesis.parent, genesis.round) != (digest, -1) or lineage_of(genesis) != head.genesis:
         raise WireError("the genesis of another run")
+    if head.round < 0 and head.state_hash != genesis.state_hash:
+        raise WireError("a head before the first round, with another state than the run was founded with")
 
 
 def check_entries(entries: Sequence[Entry], prover: Prover) -> None:

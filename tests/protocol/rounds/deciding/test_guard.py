@@ -390,6 +390,21 @@ def test_steps_of_rounds_that_a_peer_sat_out_do_not_tell_how_long_their_interval
     assert guard.limit(0, 2142, 2080) == pytest.approx(8.0)
 
 
+def test_first_rounds_that_a_peer_sat_out_count_as_intervals_of_usual_length() -> None:
+    guard = MeanGuard(20, 500)
+    for steps in (500, 500, 510):
+        guard.note(spans(1.0), steps, has_snapshot=False)
+    assert [guard.limit(0, 2142, steps) for steps in (530, 2510)] == [8.0, 800.0]
+
+
+def test_a_first_interval_is_counted_from_where_the_peer_joined() -> None:
+    for guard in (MeanGuard(20, 5000), MeanGuard(20)):
+        guard.count_from(5000)
+        for steps in (5020, 5040, 5060):
+            guard.note(spans(1.0), steps)
+        assert guard.limit(0, 2142, 7060) == pytest.approx(800.0)
+
+
 def test_hurried_rounds_raise_the_limit_of_others_four_times_at_most() -> None:
     guard = MeanGuard(20)
     for steps in range(5):

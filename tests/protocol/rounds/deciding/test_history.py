@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 import pytest
@@ -26,7 +26,8 @@ from p2ptrain.protocol.rounds.deciding.history import (
     was_alone,
 )
 from p2ptrain.protocol.rounds.deciding.lineage import check_head
-from p2ptrain.protocol.state_sync.provenance import Pins, is_larger_start, is_preferred
+from p2ptrain.protocol.state_sync.provenance import Pins, is_preferred
+from p2ptrain.protocol.state_sync.starts import is_larger_start
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Entry, Head, Vote, pack
 from tests.protocol.signing import Past, founding_of, genesis_of, prover_of, record_after, signed_by
 
@@ -163,9 +164,9 @@ def head_at(past: Past, **fields: object) -> Head:
     return Head(past.genesis_id, past.lineage, past.round, "0" * 64, "a", voters, 1, 1, None)
 
 
-def prefers(ours: Past, theirs: Past, *, trusted: bool = True) -> bool:
+def prefers(ours: Past, theirs: Past, present: Collection[str] = (), *, trusted: bool = True) -> bool:
     return is_preferred(
-        head_at(ours), ours.entries, head_at(theirs), theirs.entries, set(), is_trusted=trusted
+        head_at(ours), ours.entries, head_at(theirs), theirs.entries, present, is_trusted=trusted
     )  # fmt: skip
 
 
@@ -177,6 +178,21 @@ def test_two_starts_of_a_run_become_one_only_while_a_peer_is_alone() -> None:
     assert not prefers(alone, together, trusted=False), "a stranger's"
     assert not prefers(together, alone)
     assert not prefers(together, Past(DIGEST, "x").commit("xyz").commit("xyz"))
+
+
+def test_without_a_proof_nobody_leaves_a_lineage_that_goes_on() -> None:
+    """Not even for a peer that the user named: it may have followed a liar."""
+    ours, made_up = common().commit("abcd"), common()
+    del made_up.entries[:]
+    made_up.found("x").commit("x").commit("x").commit("x")
+    assert made_up.round > ours.round
+    for present in ("", "b", "cd"):
+        assert prefers(ours, made_up, present)
+        assert not prefers(ours, made_up, present, trusted=False)
+    for present in ("ab", "bcd", "abcd"):
+        assert not prefers(ours, made_up, present)
+    alone = common().commit("a")
+    assert prefers(alone, made_up, "a")
 
 
 def test_of_two_starts_without_a_proof_the_larger_one_goes_on_whatever_its_rank() -> None:

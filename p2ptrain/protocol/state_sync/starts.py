@@ -1,0 +1,158 @@
+"""Which start of the run a peer follows before its first round, if the run was started more than once.
+
+Peers that had not met, or a founder that was restarted, begin the same run apart, and no history can say which start is
+the right one. So before its first round a peer counts its links. After it, starts stay apart, and it warns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import trio
+
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.state_sync.joining import Joining
+from p2ptrain.protocol.state_sync.transfer import founder_of
+from p2ptrain.protocol.wire.messages import Beat, Head
+from p2ptrain.protocol.wire.text import shown
+from p2ptrain.protocol.wire.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# A founder that was restarted goes back to its earlier start with a peer that it has been linked with for so long: by
+# then it has met the others, who may know better (guess). Members go with it later, as it may go back.
+GOES_BACK_AFTER_S, GOES_WITH_AFTER_S = 5.0, 10.0
+# A peer of another start of the run may still follow us, as one of us is its initial peer. After this long it
+# will not (guess).
+STAYS_AFTER_S = 10.0
+JOINED = (
+    "joined the start of run %r that %s founded: the run was started twice, and this peer had no round with others "
+    "yet%s"
+)
+OLD_TICKETS = (
+    ". Tickets that this peer printed earlier name the old founder, and are refused: give its address, or a new ticket"
+)
+
+
+class Starts:
+    """The starts of the run that this peer meets, and its own."""
+
+    def __init__(self, driver: RoundDriver, joining: Joining, *, may_found: bool) -> None:
+        self._driver = driver
+        self._context = driver.context
+        self._joining = joining
+        self._may_found = may_found
+        # Linked peers of another start that has rounds, as ours has: which start, and since when.
+        self._apart: dict[PeerId, tuple[str, float]] = {}
+        self._has_warned = False
+
+    @property
+    def founder(self) -> PeerId:
+        """The id of the peer that founded our start; "" before we have its state."""
+        return founder_of(self._driver)
+
+    def is_trusted(self, donor: Link | None) -> bool:
+        """Whether to follow a peer, or (None) what our user gave, where no history proves anything."""
+        return self._is_named(donor) or not (self._context.links.chosen or self._started_here())
+
+    def follows(self, donor: Link | None, other: Head | Beat, founder: PeerId = "") -> bool | None:
+        """Whether we, without a round, go to a peer's start of the run; None if its history decides.
+
+        Args:
+            founder: of the other start; "" if it is not known yet.
+        """
+        if donor is None:
+            return None
+        goes_back = founder in ("", self._context.peer_id) and self._goes_back(donor, other)
+        if goes_back or self._goes_with(donor):
+            return True
+        # Our founder may have been restarted, and come back: its history does not decide.
+        if self._is_named(donor) and donor.peer_id != self.founder:
+            return None
+        return self._follows_stranger(other)
+
+    def joined(self, donor: Link, founder: PeerId) -> None:
+        """We are about to take the state of another start, with this founder."""
+        self._joining.from_initial_peer = self._is_named(donor)
+        logger.warning(JOINED, self._context.run.run_id, shown(founder), "" if founder == self.founder else OLD_TICKETS)
+
+    def note(self, link: Link, beat: Beat) -> None:
+        """Warn, once, if a partner trains another start of the run for STAYS_AFTER_S, and both have rounds."""
+        head, run, now = self._driver.head, self._context.run, trio.current_time()
+        is_apart = beat.lineage and beat.genesis != head.genesis and not is_fresh(head, run) and not is_fresh(beat, run)
+        if not is_apart or self._has_warned:
+            self._apart.pop(link.peer_id, None)
+            return
+        live = self._context.links.live
+        self._apart = {peer: entry for peer, entry in self._apart.items() if peer in live}
+        genesis, since_s = self._apart.get(link.peer_id, ("", now))
+        if genesis != beat.genesis:
+            self._apart[link.peer_id] = beat.genesis, now
+        elif now - since_s >= STAYS_AFTER_S:
+            self._has_warned = True
+            logger.warning(
+                "%s trains another start of run %r: the swarm is split, and only peers of one start average with each "
+                "other. Choose the one to keep, and restart each peer of the other with --initial-peers and the "
+                "address of a peer of the kept one: what it trained apart is lost",
+                link.peer_id,
+                run.run_id,
+            )
+
+    def _is_named(self, donor: Link | None) -> bool:
+        """Whether the user named this peer as an initial peer, or (None) gave its state."""
+        return donor is None or donor.peer_id in self._context.links.chosen
+
+    def _started_here(self) -> bool:
+        """Whether our user started the run: this peer founded it, and was given no peer to ask."""
+        return self._may_found or (self.founder == self._context.peer_id and not self._context.links.chosen)
+
+    def _goes_back(self, donor: Link, other: Head | Beat) -> bool:
+        """Whether we founded our start, and others went on with a larger one from before our restart."""
+        has_met_others = trio.current_time() - donor.opened_s >= GOES_BACK_AFTER_S
+        return self.founder == self._context.peer_id and has_met_others and self._is_larger(other)
+
+    def _goes_with(self, donor: Link) -> bool:
+        """Whether to go with our founder to another start of its own, which is larger or has a round.
+
+        Not if our user started the run, or gave an initial peer that we have its state from, but not this one; nor
+        while others in our start are ahead of us.
+        """
+        beat, now, links = donor.beat, trio.current_time(), self._context.links.trainers()
+        if beat is None or donor.peer_id != self.founder or now - donor.opened_s < GOES_WITH_AFTER_S:
+            return False
+        genesis, may_follow = self._driver.head.genesis, self._driver.may_follow
+        is_behind = any(link.beat and link.beat.genesis == genesis and may_follow(link) for link in links)
+        is_bound = self._started_here() or (self._joining.from_initial_peer and not self._is_named(donor))
+        goes_on = self._is_larger(beat) or not is_fresh(beat, self._context.run)
+        return goes_on and not is_bound and not is_behind
+
+    def _follows_stranger(self, other: Head | Beat) -> bool:
+        """Whether to leave our start for a larger one of strangers.
+
+        Never if our user started the run, or we have it from an initial peer.
+        """
+        is_bound = self._started_here() or self._joining.from_initial_peer
+        return not is_bound and self.founder not in self._context.links.chosen and self._is_larger(other)
+
+    def _is_larger(self, other: Head | Beat) -> bool:
+        """Whether more of our links are in another start than in ours, we counted; see `is_larger_start`.
+
+        Only those in the other's lineage count, and no other lineage of its start may have more: anybody can make one.
+        """
+        genesis = self._driver.head.genesis
+        beats = [link.beat for link in self._context.links.trainers() if link.beat and link.beat.lineage]
+        lineages = Counter(beat.lineage for beat in beats if beat.genesis == other.genesis)
+        here, there = 1 + sum(beat.genesis == genesis for beat in beats), lineages[other.lineage]
+        return there == max(lineages.values(), default=0) and is_larger_start(genesis, other, here, there)
+
+
+def is_larger_start(genesis: str, other: Head | Beat, here: int, there: int) -> bool:
+    """Whether a peer without a round leaves its start of the run, `genesis`, for another one that proves nothing.
+
+    The larger one goes on; of two as large that which has a round, else that with the smaller id. Counts of peers are
+    of the links of this peer, itself among `here`, so that a stranger alone wins no swarm.
+    """
+    return (there, other.round >= 0, other.genesis < genesis) > (here, False, False)

@@ -32,7 +32,7 @@ from p2ptrain.protocol.rounds.deciding.history import (
     was_alone,
 )
 from p2ptrain.protocol.rounds.deciding.lineage import check_head, generation_of
-from p2ptrain.protocol.rounds.deciding.proof import Prover, is_quorum
+from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.wire.messages import Beat, Entry, Founding, Head, SignedHead, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
@@ -201,11 +201,8 @@ def is_preferred(
     if not is_trusted:
         return False
     if head.genesis == other.genesis:
-        # We were away for longer than histories are kept, and follow a newer state of a trusted peer. We were not while
-        # others go on with us, and that peer may have followed a liar.
-        here = [voter for voter in head.voters if voter[0] in present]
-        goes_on = len(head.voters) > 1 and is_quorum(here, head.voters)
-        return other.round > head.round and not goes_on
+        # We were away for longer than histories are kept, and follow a newer state of a trusted peer.
+        return other.round > head.round
     # The run was started twice. A peer that committed all its rounds alone joins those that did not, or another such
     # one.
     return was_alone(ours) and (not was_alone(theirs) or rank_of(other) > rank_of(head))

@@ -22,12 +22,13 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# A founder that was restarted goes back to its earlier start with a peer that it has been linked with for so long: by
-# then it has met the others, who may know better (guess). Members go with it later, as it may go back.
+# A founder that was restarted goes back to its earlier start with a peer that it has been linked with for so long: it
+# should have met the others by then, to count them (guess). Who does not see it come back goes with it, if they have
+# been linked for twice as long.
 GOES_BACK_AFTER_S, GOES_WITH_AFTER_S = 5.0, 10.0
 # A peer of another start of the run may still follow us, as one of us is its initial peer. After this long it
 # will not (guess).
-STAYS_AFTER_S = 10.0
+OTHER_START_S = 10.0
 JOINED = (
     "joined the start of run %r that %s founded: the run was started twice, and this peer had no round with others "
     "yet%s"
@@ -58,29 +59,33 @@ class Starts:
         """Whether to follow a peer, or (None) what our user gave, where no history proves anything."""
         return self._is_named(donor) or not (self._context.links.chosen or self._started_here())
 
-    def follows(self, donor: Link | None, other: Head | Beat, founder: PeerId = "") -> bool | None:
-        """Whether we, without a round, go to a peer's start of the run; None if its history decides.
+    def follows(
+        self, donor: Link | None, other: Head | Beat, founder: PeerId = "", *, is_rooted: bool = True
+    ) -> bool | None:
+        """Whether we, without a round, go to the start of a peer, or (None) of our user; None if histories decide.
 
         Args:
             founder: of the other start; "" if it is not known yet.
+            is_rooted: whether the peer's history reaches back to that founding. Otherwise it may be made up.
         """
         if donor is None:
             return None
-        goes_back = founder in ("", self._context.peer_id) and self._goes_back(donor, other)
-        if goes_back or self._goes_with(donor):
+        if self._goes_with_founder(donor):
             return True
-        # Our founder may have been restarted, and come back: its history does not decide.
+        if founder in ("", self._context.peer_id) and self._goes_back(donor, other):
+            return is_rooted
+        # Of a founder that the user named, histories do not decide: it may still come back to our start.
         if self._is_named(donor) and donor.peer_id != self.founder:
             return None
-        return self._follows_stranger(other)
+        return is_rooted and self._follows_stranger(other)
 
     def joined(self, donor: Link, founder: PeerId) -> None:
         """We are about to take the state of another start, with this founder."""
         self._joining.from_initial_peer = self._is_named(donor)
         logger.warning(JOINED, self._context.run.run_id, shown(founder), "" if founder == self.founder else OLD_TICKETS)
 
-    def note(self, link: Link, beat: Beat) -> None:
-        """Warn, once, if a partner trains another start of the run for STAYS_AFTER_S, and both have rounds."""
+    def warn_of_other(self, link: Link, beat: Beat) -> None:
+        """Warn, once, if a partner trains another start of the run for OTHER_START_S, and both have rounds."""
         head, run, now = self._driver.head, self._context.run, trio.current_time()
         is_apart = beat.lineage and beat.genesis != head.genesis and not is_fresh(head, run) and not is_fresh(beat, run)
         if not is_apart or self._has_warned:
@@ -91,7 +96,7 @@ class Starts:
         genesis, since_s = self._apart.get(link.peer_id, ("", now))
         if genesis != beat.genesis:
             self._apart[link.peer_id] = beat.genesis, now
-        elif now - since_s >= STAYS_AFTER_S:
+        elif now - since_s >= OTHER_START_S:
             self._has_warned = True
             logger.warning(
                 "%s trains another start of run %r: the swarm is split, and only peers of one start average with each "
@@ -110,24 +115,21 @@ class Starts:
         return self._may_found or (self.founder == self._context.peer_id and not self._context.links.chosen)
 
     def _goes_back(self, donor: Link, other: Head | Beat) -> bool:
-        """Whether we founded our start, and others went on with a larger one from before our restart."""
-        has_met_others = trio.current_time() - donor.opened_s >= GOES_BACK_AFTER_S
-        return self.founder == self._context.peer_id and has_met_others and self._is_larger(other)
+        """Whether we founded our start, and another one is larger: if we founded that, too, we go back to it."""
+        is_long_linked = trio.current_time() - donor.opened_s >= GOES_BACK_AFTER_S
+        return self.founder == self._context.peer_id and is_long_linked and self._is_larger(other)
 
-    def _goes_with(self, donor: Link) -> bool:
-        """Whether to go with our founder to another start of its own, which is larger or has a round.
+    def _goes_with_founder(self, donor: Link) -> bool:
+        """Whether to go with the founder of our start to the one where it is, as it does not come back.
 
-        Not if our user started the run, or gave an initial peer that we have its state from, but not this one; nor
-        while others in our start are ahead of us.
+        Not if our user started the run, or gave an initial peer that we have its state from, but not this one.
         """
-        beat, now, links = donor.beat, trio.current_time(), self._context.links.trainers()
-        if beat is None or donor.peer_id != self.founder or now - donor.opened_s < GOES_WITH_AFTER_S:
+        now = trio.current_time()
+        # While it downloads our start's state it is about to come back.
+        if donor.peer_id != self.founder or now - donor.opened_s < GOES_WITH_AFTER_S or now < donor.joining_until_s:
             return False
-        genesis, may_follow = self._driver.head.genesis, self._driver.may_follow
-        is_behind = any(link.beat and link.beat.genesis == genesis and may_follow(link) for link in links)
-        is_bound = self._started_here() or (self._joining.from_initial_peer and not self._is_named(donor))
-        goes_on = self._is_larger(beat) or not is_fresh(beat, self._context.run)
-        return goes_on and not is_bound and not is_behind
+        is_bound = self._joining.from_initial_peer and not self._is_named(donor)
+        return not is_bound and not self._started_here()
 
     def _follows_stranger(self, other: Head | Beat) -> bool:
         """Whether to leave our start for a larger one of strangers.
@@ -140,17 +142,18 @@ class Starts:
     def _is_larger(self, other: Head | Beat) -> bool:
         """Whether more of our links are in another start than in ours, we counted; see `is_larger_start`.
 
-        Only those in the other's lineage count, and no other lineage of its start may have more: anybody can make one.
+        Of each start only one lineage counts, ours and the other's, as anybody can begin one; and no other lineage of
+        the other start may have more links.
         """
-        genesis = self._driver.head.genesis
+        head = self._driver.head
         beats = [link.beat for link in self._context.links.trainers() if link.beat and link.beat.lineage]
         lineages = Counter(beat.lineage for beat in beats if beat.genesis == other.genesis)
-        here, there = 1 + sum(beat.genesis == genesis for beat in beats), lineages[other.lineage]
-        return there == max(lineages.values(), default=0) and is_larger_start(genesis, other, here, there)
+        here, there = 1 + sum(beat.lineage == head.lineage for beat in beats), lineages[other.lineage]
+        return there == max(lineages.values(), default=0) and is_larger_start(head.genesis, other, here, there)
 
 
 def is_larger_start(genesis: str, other: Head | Beat, here: int, there: int) -> bool:
-    """Whether a peer without a round leaves its start of the run, `genesis`, for another one that proves nothing.
+    """Whether a peer without a round leaves its start of the run, `genesis`, for another one.
 
     The larger one goes on; of two as large that which has a round, else that with the smaller id. Counts of peers are
     of the links of this peer, itself among `here`, so that a stranger alone wins no swarm.

@@ -16,8 +16,9 @@ import trio
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.rounds.deciding.history import History, merged, shared
+from p2ptrain.protocol.rounds.deciding.history import History, is_rooted, merged, shared
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
+from p2ptrain.protocol.rounds.deciding.proof import is_quorum
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.schedule import FOLLOWING_PATIENCE_S
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
@@ -122,7 +123,7 @@ class StateSync:
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
         head = self._driver.head
-        self._starts.note(link, beat)
+        self._starts.warn_of_other(link, beat)
         if not self._may_follow(link):
             return
         if beat.lineage != head.lineage:
@@ -140,7 +141,12 @@ class StateSync:
         if beat is None or not self._driver.may_follow(link):
             return False
         is_other_start = is_fresh(head, self._context.run) and beat.genesis != head.genesis
-        return not is_other_start or self._starts.follows(link, beat) is not False
+        return not is_other_start or (self._starts.follows(link, beat) is not False and not self._is_behind())
+
+    def _is_behind(self) -> bool:
+        """Whether peers in our start of the run claim a later state, or another lineage."""
+        genesis, links = self._driver.head.genesis, self._context.links.trainers()
+        return any(link.beat and link.beat.genesis == genesis and self._driver.may_follow(link) for link in links)
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -279,18 +285,21 @@ class StateSync:
             return False
         is_other_start = head.genesis != driver.head.genesis and shared(ours, entries) is None
         if is_other_start and is_fresh(driver.head, self._context.run):
-            follows = self._starts.follows(donor, head, founder)
+            follows = self._starts.follows(donor, head, founder, is_rooted=is_rooted(entries, head.genesis))
             if follows is not None:
                 return follows
         # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
         present = () if driver.has_ended else self._context.liveness.present()
+        here = [voter for voter in driver.head.voters if voter in present]
+        # A peer that the user named may have followed a liar. While a quorum goes on with us, we do not need it.
+        is_needed = donor is None or len(driver.head.voters) == 1 or not is_quorum(here, driver.head.voters)
         return is_preferred(
             driver.head,
             ours,
             head,
             entries,
-            {peer_id for peer_id, incarnation in driver.head.voters if (peer_id, incarnation) in present},
-            is_trusted=self._starts.is_trusted(donor),
+            {peer_id for peer_id, _ in here},
+            is_trusted=is_needed and self._starts.is_trusted(donor),
         )
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:

@@ -12,7 +12,9 @@ import torch
 import trio
 
 from p2ptrain.memory_network.network import MemoryDirectory
-from p2ptrain.protocol.rounds.deciding.history import History
+from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
+from p2ptrain.protocol.wire.messages import Attempt, Beat, Commit, Contributor, Entry, Head, Ready, SignedHead, Vote
+from tests.protocol.signing import record_after
 from tests.protocol.state_sync.test_provenance import checkpoint_of
 from tests.protocol.swarm import RUN, Swarm, after, common, run_virtual, start_all, swarm
 
@@ -217,12 +219,11 @@ def test_a_founder_that_is_restarted_before_the_first_round_keeps_its_run() -> N
     run_virtual(main)
 
 
-@pytest.mark.parametrize("names", ["ab", "ba"])
-def test_a_founder_that_starts_anew_before_the_first_round_and_its_member_become_one(names: str) -> None:
+@pytest.mark.parametrize(("founder", "member"), [("a", "b"), ("b", "a")])
+def test_a_founder_that_starts_anew_before_the_first_round_and_its_member_become_one(founder: str, member: str) -> None:
     """Both starts are as large: the one with the smaller id goes on."""
 
     async def main() -> None:
-        founder, member = names
         async with swarm(dataclasses.replace(PLAIN, sync_every=400)) as s:
             s.start(founder, founder=True)
             s.start(member, chosen=[founder])
@@ -290,26 +291,45 @@ def test_a_founder_of_many_does_not_follow_one_who_went_on_with_its_first_start(
     run_virtual(main)
 
 
-async def _lie(s: Swarm, name: str) -> str:
-    """Show made-up rounds, of a lineage of its own in a start whose genesis it has kept; returns the lineage."""
+async def _lie(s: Swarm, name: str, how: str) -> Head:
+    """A peer shows made-up rounds of the start whose genesis it has: all from the genesis on, or the last one only.
+
+    Args:
+        how: "rooted" and "unrooted", in a lineage of its own, or "ours", in that of the others.
+    """
     driver = s.peers[name].node.driver
+    own, prover, genesis = driver.context.liveness.own, driver.context.prover, driver.history.genesis
+    assert genesis is not None
     s.peers[name].paused = False  # what it has received lands
     async with driver.paused():
         driver.context.state.anchor[:] = 7.0
         driver.context.state.rehash()
         hashes = driver.context.state.hashes
-        made_up = msgspec.structs.replace(
-            driver.head, round=1000, run_step=1000, tokens_total=10**9, state_hash=hashes.state,
-            anchor_hash=hashes.anchor, commit=None,
+        founding = prover.founding(driver.head.genesis, -1, "0" * 64)
+        lineage = driver.head.lineage if how == "ours" else lineage_of(founding)
+        entries = [Entry(None, genesis), Entry(None, founding)] if how == "rooted" else []
+        for round_ in range(50) if how == "rooted" else (1000,):
+            record = record_after(driver.head.genesis, lineage, round_, "")
+            record = msgspec.structs.replace(record, contributors=(Contributor(*own, 1.0, bytes(32)),))
+            ready = Ready(lineage, round_, Attempt(1, *own), own[1], record.sha256, b"")
+            votes = (Vote(*own, prover.signed_ready(ready).signature),)
+            entries.append(Entry(Commit(record, Attempt(1, *own), votes), None))
+        head = msgspec.structs.replace(
+            driver.head, lineage=lineage, round=round_, run_step=1000, tokens_total=10**9, state_hash=hashes.state,
+            anchor_hash=hashes.anchor, voters=(own,), commit=None,
         )  # fmt: skip
-        driver.found_lineage(made_up, History(driver.history.genesis, []), "a lie")
+        signed = SignedHead(head, (Vote(*own, prover.signature_of(head)),), genesis)
+        driver.adopt(signed, History(genesis, entries))
     s.peers[name].paused = True
-    return driver.head.lineage
+    return head
 
 
+@pytest.mark.parametrize("how", ["rooted", "unrooted", "ours"])
 @pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
-@pytest.mark.parametrize("seed", range(4))
-def test_made_up_rounds_take_neither_a_restarted_founder_nor_its_members(initial_peer: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_made_up_rounds_take_neither_a_restarted_founder_nor_its_members(
+    initial_peer: str, seed: int, how: str
+) -> None:
     """The members have rounds, and are linked with it soon after the stranger."""
 
     async def main() -> None:
@@ -323,12 +343,13 @@ def test_made_up_rounds_take_neither_a_restarted_founder_nor_its_members(initial
             s.peers["x"].paused = True  # it never contributes
             await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abcd"), within_s=200)
             s.kill("a")
-            lied = await _lie(s, "x")
+            lied = await _lie(s, "x", how)
             await trio.sleep(4)
             s.start("a", founder=True)
             await trio.sleep(60)
-            assert lied not in {s.peers[name].node.driver.head.lineage for name in "abcd"}
-            assert len(_geneses(s, "abcd")) == 1
+            heads = [s.peers[name].node.driver.head for name in "abcd"]
+            assert all(head.round < lied.round for head in heads)
+            assert len({head.genesis for head in heads}) == 1
             assert not any(s.peers[name].exchange.finished for name in "abcd")
 
     run_virtual(main, seed)
@@ -348,41 +369,100 @@ def test_members_whose_run_goes_on_do_not_follow_a_founder_that_a_stranger_took(
             await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abc"), within_s=200)
             s.kill("a")
             s.network.partition(["b", "c"], ["a", "x"])
-            lied = await _lie(s, "x")
+            lied = await _lie(s, "x", "rooted")
             s.start("a", founder=True)
-            await s.until(lambda: s.peers["a"].node.driver.head.lineage == lied, within_s=30)
+            await s.until(lambda: s.peers["a"].node.driver.head.lineage == lied.lineage, within_s=30)
             s.network.partition()
             await trio.sleep(60)
-            assert lied not in {s.peers[name].node.driver.head.lineage for name in "bc"}
+            assert all(s.peers[name].node.driver.head.round < lied.round for name in "bc")
 
     run_virtual(main)
 
 
-@pytest.mark.parametrize("newcomers", ["", "d", "de"])
-def test_a_founder_that_starts_anew_goes_back_to_its_members_until_newcomers_are_more(newcomers: str) -> None:
+async def _restart_beside_newcomers(s: Swarm, newcomers: str) -> set[str]:
+    """b and c join what a started; a starts it anew three times, at last beside newcomers. Returns the first start."""
+    s.start("a", founder=True)
+    await s.until(s.peers["a"].node.ready.is_set)
+    for name in "bc":
+        s.start(name, chosen=["a"])
+    await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+    first = _geneses(s, "a")
+    for _ in range(2):
+        s.kill("a")
+        await trio.sleep(2)
+        s.start("a", founder=True)
+        await s.until(lambda: _geneses(s, "abc") == first, within_s=20)
+    s.kill("a")
+    s.network.partition(["b", "c"], ["a", *newcomers])
+    s.start("a", founder=True)
+    await s.until(s.peers["a"].node.ready.is_set)
+    for name in newcomers:
+        s.start(name, chosen=["a"])
+    await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+    s.network.partition()
+    return first
+
+
+@pytest.mark.parametrize(("newcomers", "goes_back"), [("", {True}), ("d", {True, False}), ("de", {False})])
+def test_a_founder_that_starts_anew_goes_back_to_its_members_unless_newcomers_are_more(
+    newcomers: str, goes_back: set[bool]
+) -> None:
+    """Of two starts that are as large the one with the smaller id goes on."""
+
     async def main() -> None:
         async with swarm(dataclasses.replace(PLAIN, sync_every=500)) as s:
-            s.start("a", founder=True)
-            await s.until(s.peers["a"].node.ready.is_set)
-            for name in "bc":
-                s.start(name, chosen=["a"])
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-            first = _geneses(s, "a")
-            for _ in range(3):
-                s.kill("a")
-                await trio.sleep(2)
-                s.start("a", founder=True)
-                await s.until(lambda: _geneses(s, "abc") == first, within_s=20)
-            s.kill("a")
-            s.network.partition(["b", "c"], ["a", *newcomers])
-            s.start("a", founder=True)
-            await s.until(s.peers["a"].node.ready.is_set)
-            for name in newcomers:
-                s.start(name, chosen=["a"])
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-            s.network.partition()
+            first = await _restart_beside_newcomers(s, newcomers)
             await s.until(lambda: len(_geneses(s, s.peers)) == 1, within_s=40)
-            assert (_geneses(s, "a") == first) == (len(newcomers) == 0) or len(newcomers) == 1
+            assert (_geneses(s, "a") == first) in goes_back
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("newcomers", ["d", "de", "def"])
+def test_members_and_newcomers_that_see_only_the_founder_become_one(newcomers: str) -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=400)) as s:
+            connected = s.network.connected
+            s.network.connected = lambda a, b: (
+                connected(a, b)
+                and (  # type: ignore[method-assign]
+                    not {a, b} & set("bc") or not {a, b} & set(newcomers)
+                )
+            )
+            await _restart_beside_newcomers(s, newcomers)
+            await s.until(lambda: len(_geneses(s, s.peers)) == 1, within_s=40)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("founder", "member"), [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("sync_every", [400, 900])
+def test_no_stranger_keeps_a_founder_and_its_member_apart(sync_every: int, founder: str, member: str) -> None:
+    """It shows a lineage of its own in the member's start."""
+
+    async def main() -> None:
+        names = {founder, member}
+        async with swarm(dataclasses.replace(PLAIN, sync_every=sync_every)) as s:
+            s.start(founder, founder=True)
+            await s.until(s.peers[founder].node.ready.is_set)
+            s.start(member, chosen=[founder])
+            x = s.start("x", chosen=[founder])
+            made_up, make_beat = f"1-{'f' * 16}", x.node.make_beat
+
+            def lie(sent_s: float, echo_s: float, held_s: float) -> Beat:
+                beat = make_beat(sent_s, echo_s, held_s)
+                return msgspec.structs.replace(beat, lineage=made_up if beat.lineage else "")
+
+            x.node.make_beat = lie  # type: ignore[method-assign]
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            x.paused = True
+            await _start_anew(s, founder)
+            s.network.partition()
+            await s.until(lambda: len(_geneses(s, names)) == 1, within_s=30)
+            for name in names:
+                beat = s.peers[name].node.links.live["x"].beat
+                assert beat is not None
+                assert beat.lineage == made_up
 
     run_virtual(main)
 

@@ -156,10 +156,11 @@ class MeanGuard:
     def __init__(self, sync_every: int, steps: int = 0) -> None:
         # sync_every: the run's steps between two rounds of the same blocks; steps: ours now.
         self._sync_every = sync_every
-        self._count_from = steps
-        # By the blocks that rounds averaged: norms, each with our steps since the round before it, and our step then.
+        # By the blocks that rounds averaged: norms, each with our steps since the round before it.
         self._past: dict[tuple[int, int], deque[tuple[float, float]]] = {}
+        # By the blocks: our step at the last round. Before there was one we began to count at `_began_at`.
         self._noted_at: dict[tuple[int, int], int] = {}
+        self._began_at = steps
         self._refused: set[tuple[Voter, str, int, int]] = set()
 
     def limit(self, first: int, end: int, steps: int) -> float:
@@ -196,10 +197,11 @@ class MeanGuard:
     def count_from(self, steps: int) -> None:
         """Our weights were replaced by those of others at our step `steps`."""
         self._noted_at.clear()
-        self._count_from = steps
+        self._began_at = steps
 
     def _since(self, blocks: tuple[int, int], steps: int) -> int:
-        return steps - self._noted_at.get(blocks, self._count_from)
+        """Our steps since the last round of these blocks, at our step `steps`."""
+        return steps - self._noted_at.get(blocks, self._began_at)
 
     def refusal(self, norms: SpanNorms, head: Head, leader: Voter, steps: int, *, has_snapshot: bool = True) -> str:
         """Why this mean is refused; empty if it is not.

@@ -101,6 +101,11 @@ def leads_to(entries: Sequence[Entry], head: Head) -> bool:
     return bool(entries) and place_of(entries[-1]) == Place(head.lineage, head.round, head.voters)
 
 
+def is_rooted(entries: Sequence[Entry], genesis: str) -> bool:
+    """Whether a history reaches back to the founding of its run: then each entry is proven, none only claimed."""
+    return bool(entries) and name_of(entries[0]) == f"{genesis}/-1"
+
+
 def shared(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[int, int] | None:
     """The indices of the last entry that both histories have; None if there is none."""
     names = {name_of(entry): index for index, entry in enumerate(ours)}

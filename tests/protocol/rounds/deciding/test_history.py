@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -17,6 +17,7 @@ from p2ptrain.protocol.rounds.deciding.history import (
     check_genesis,
     is_better,
     is_continued,
+    is_rooted,
     leads_to,
     lineage_of,
     merged,
@@ -164,9 +165,9 @@ def head_at(past: Past, **fields: object) -> Head:
     return Head(past.genesis_id, past.lineage, past.round, "0" * 64, "a", voters, 1, 1, None)
 
 
-def prefers(ours: Past, theirs: Past, present: Collection[str] = (), *, trusted: bool = True) -> bool:
+def prefers(ours: Past, theirs: Past, *, trusted: bool = True) -> bool:
     return is_preferred(
-        head_at(ours), ours.entries, head_at(theirs), theirs.entries, present, is_trusted=trusted
+        head_at(ours), ours.entries, head_at(theirs), theirs.entries, set(), is_trusted=trusted
     )  # fmt: skip
 
 
@@ -180,19 +181,12 @@ def test_two_starts_of_a_run_become_one_only_while_a_peer_is_alone() -> None:
     assert not prefers(together, Past(DIGEST, "x").commit("xyz").commit("xyz"))
 
 
-def test_without_a_proof_nobody_leaves_a_lineage_that_goes_on() -> None:
-    """Not even for a peer that the user named: it may have followed a liar."""
-    ours, made_up = common().commit("abcd"), common()
-    del made_up.entries[:]
-    made_up.found("x").commit("x").commit("x").commit("x")
-    assert made_up.round > ours.round
-    for present in ("", "b", "cd"):
-        assert prefers(ours, made_up, present)
-        assert not prefers(ours, made_up, present, trusted=False)
-    for present in ("ab", "bcd", "abcd"):
-        assert not prefers(ours, made_up, present)
-    alone = common().commit("a")
-    assert prefers(alone, made_up, "a")
+def test_a_history_is_rooted_if_it_begins_where_the_run_was_founded() -> None:
+    past = common().commit("abcd", "abc")
+    assert is_rooted(past.entries, past.genesis_id)
+    assert is_rooted(past.entries[:1], past.genesis_id)
+    for entries in ([], past.entries[1:], Past(DIGEST, "x").entries):
+        assert not is_rooted(entries, past.genesis_id)
 
 
 def test_of_two_starts_without_a_proof_the_larger_one_goes_on_whatever_its_rank() -> None:

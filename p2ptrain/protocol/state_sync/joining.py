@@ -46,6 +46,8 @@ ADOPT_TIMEOUT_S = 120.0
 # Donors that send nothing for this long are skipped if other peers have another state (guess). A donor that commits a
 # round is busy for seconds, even with a large model.
 DONOR_PATIENCE_S = 20.0
+# Donors whose heads a joiner compares (guess).
+MOST_ASKED = 5
 # A joiner waits this long for the user's initial peers before it takes the state from others (guess).
 CHOSEN_FIRST_S = 5.0
 # If several peers have checkpoints, each waits this long for every peer with a lower id, which may still compare its
@@ -260,7 +262,10 @@ class Joining:
         return is_fresh(restored.head, context.run) and not started_here and not restored.from_initial_peer
 
     def _donors(self) -> list[Link]:
-        """Live peers with the best state that are not skipped: an initial peer's, else that of the largest lineage."""
+        """Live peers with the best state that are not skipped: an initial peer's, else that of the largest lineage.
+
+        Of a lineage the round that most of them show: one alone may claim any.
+        """
         stateful = [
             (link, link.beat)
             for link in self._context.links.live.values()
@@ -271,7 +276,11 @@ class Joining:
         chosen = [pair for pair in stateful if pair[0].peer_id in self._context.links.chosen]
         # Peers only claim their tokens, but we count links ourselves.
         linked = Counter(beat.lineage for _, beat in stateful)
-        _, best = max(chosen or stateful, key=lambda pair: (linked[pair[1].lineage], rank_of(pair[1])))
+        shown = Counter((beat.lineage, beat.round) for _, beat in chosen or stateful)
+        _, best = max(
+            chosen or stateful,
+            key=lambda pair: (linked[pair[1].lineage], shown[pair[1].lineage, pair[1].round], rank_of(pair[1])),
+        )
         return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
 
     async def _adopt(self, donors: list[Link]) -> None:
@@ -289,7 +298,8 @@ class Joining:
                 self._rng.shuffle(donors)
                 # The first donor's head is adopted. The others only give bytes that match its hashes.
                 donors.sort(key=lambda donor: donor.peer_id not in context.links.chosen)
-                adopted, entries = await self._fetch(download, donors)
+                adopted = await self._head_of_most(donors)
+                entries = await self._fetch(download, donors, adopted)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
                 break
             except RunMismatchError:
@@ -324,9 +334,36 @@ class Joining:
         else:
             await land_state(self._driver, self._record, "write", "adopted the swarm's state")
 
-    async def _fetch(self, download: Download, donors: list[Link]) -> tuple[SignedHead, list[Entry]]:
-        """Download the donors' state, and the history that leads to it. Raises PeerLostError, WireError."""
-        signed = await ask_head(self._context, donors[0], self._times_overtaken)
+    async def _head_of_most(self, donors: list[Link]) -> SignedHead:
+        """The head of the state that most of the first donors have; one of them becomes the first.
+
+        Raises PeerLostError, WireError.
+        """
+        asked, heads, failed = donors[:MOST_ASKED], dict[PeerId, SignedHead](), list[Exception]()
+
+        def states() -> Counter[str]:
+            return Counter(signed.head.state_hash for signed in heads.values())
+
+        async def ask(donor: Link) -> None:
+            try:
+                heads[donor.peer_id] = await ask_head(self._context, donor, self._times_overtaken)
+            except (PeerLostError, WireError) as error:
+                failed.append(error)
+            if 2 * max(states().values(), default=0) > len(asked):
+                nursery.cancel_scope.cancel()  # no other state can have more
+
+        async with trio.open_nursery() as nursery:
+            for donor in asked:
+                nursery.start_soon(ask, donor)
+        if not heads:
+            raise failed[0]
+        having = states()
+        best = max((d for d in asked if d.peer_id in heads), key=lambda d: having[heads[d.peer_id].head.state_hash])
+        donors.insert(0, donors.pop(donors.index(best)))
+        return heads[best.peer_id]
+
+    async def _fetch(self, download: Download, donors: list[Link], signed: SignedHead) -> list[Entry]:
+        """Download the state of the first donor's head, and return its history. Raises PeerLostError, WireError."""
         entries: list[Entry] = []
         restored = self._restored
 
@@ -349,7 +386,7 @@ class Joining:
         ):
             nursery.start_soon(fetch_history)
             await download.run(signed.head, donors)
-        return signed, entries
+        return entries
 
     def _is_skipped(self, peer_id: PeerId, beat: Beat) -> bool:
         return not self._skipped.isdisjoint({(peer_id, beat.lineage, None), (peer_id, beat.lineage, beat.round)})

@@ -13,6 +13,7 @@ import trio
 
 from p2ptrain.memory_network.network import MemoryDirectory
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
+from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
 from p2ptrain.protocol.wire.messages import Attempt, Beat, Commit, Contributor, Entry, Head, Ready, SignedHead, Vote
 from tests.protocol.signing import record_after
 from tests.protocol.state_sync.test_provenance import checkpoint_of
@@ -291,11 +292,12 @@ def test_a_founder_of_many_does_not_follow_one_who_went_on_with_its_first_start(
     run_virtual(main)
 
 
-async def _lie(s: Swarm, name: str, how: str) -> Head:
+async def _lie(s: Swarm, name: str, how: str, last: int = 1000) -> Head:
     """A peer shows made-up rounds of the start whose genesis it has: all from the genesis on, or the last one only.
 
     Args:
-        how: "rooted" and "unrooted", in a lineage of its own, or "ours", in that of the others.
+        how: "rooted" (50 rounds) and "unrooted", in a lineage of its own, or "ours", in that of the others.
+        last: the made-up round, if it is the only one.
     """
     driver = s.peers[name].node.driver
     own, prover, genesis = driver.context.liveness.own, driver.context.prover, driver.history.genesis
@@ -308,7 +310,7 @@ async def _lie(s: Swarm, name: str, how: str) -> Head:
         founding = prover.founding(driver.head.genesis, -1, "0" * 64)
         lineage = driver.head.lineage if how == "ours" else lineage_of(founding)
         entries = [Entry(None, genesis), Entry(None, founding)] if how == "rooted" else []
-        for round_ in range(50) if how == "rooted" else (1000,):
+        for round_ in range(50) if how == "rooted" else (last,):
             record = record_after(driver.head.genesis, lineage, round_, "")
             record = msgspec.structs.replace(record, contributors=(Contributor(*own, 1.0, bytes(32)),))
             ready = Ready(lineage, round_, Attempt(1, *own), own[1], record.sha256, b"")
@@ -319,8 +321,11 @@ async def _lie(s: Swarm, name: str, how: str) -> Head:
             anchor_hash=hashes.anchor, voters=(own,), commit=None,
         )  # fmt: skip
         signed = SignedHead(head, (Vote(*own, prover.signature_of(head)),), genesis)
+        driver.past_heads = PastHeads()
         driver.adopt(signed, History(genesis, entries))
     s.peers[name].paused = True
+    # It does not come back to the others.
+    s.peers[name].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
     return head
 
 
@@ -351,6 +356,26 @@ def test_made_up_rounds_take_neither_a_restarted_founder_nor_its_members(
             assert all(head.round < lied.round for head in heads)
             assert len({head.genesis for head in heads}) == 1
             assert not any(s.peers[name].exchange.finished for name in "abcd")
+
+    run_virtual(main, seed)
+
+
+@pytest.mark.parametrize("lead", [0, 1, 1000])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_joiner_takes_the_state_that_most_members_have(lead: int, seed: int) -> None:
+    """It was given a bootstrap node only, and one member makes up a round of their lineage."""
+
+    async def main() -> None:
+        async with swarm(PLAIN, seed=seed) as s:
+            start_all(s, "abcdx")
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abcdx"), within_s=200)
+            for peer in s.peers.values():
+                peer.paused = True  # no round comes while the newcomer joins
+            await trio.sleep(1)
+            await _lie(s, "x", "ours", s.peers["a"].node.driver.head.round + lead)
+            e = s.start("e", chosen=["bootstrap"])
+            await s.until(e.node.ready.is_set, within_s=30)
+            assert e.node.driver.head.state_hash == s.peers["a"].node.driver.head.state_hash
 
     run_virtual(main, seed)
 

@@ -29,6 +29,7 @@ from p2ptrain.protocol.state_sync.provenance import (
     OvertakenError,
     Pins,
     ask_head,
+    ask_heads,
     ask_history,
     delaying_rounds,
     rank_of,
@@ -46,8 +47,6 @@ ADOPT_TIMEOUT_S = 120.0
 # Donors that send nothing for this long are skipped if other peers have another state (guess). A donor that commits a
 # round is busy for seconds, even with a large model.
 DONOR_PATIENCE_S = 20.0
-# Donors whose heads a joiner compares (guess).
-MOST_ASKED = 5
 # A joiner waits this long for the user's initial peers before it takes the state from others (guess).
 CHOSEN_FIRST_S = 5.0
 # If several peers have checkpoints, each waits this long for every peer with a lower id, which may still compare its
@@ -298,7 +297,8 @@ class Joining:
                 self._rng.shuffle(donors)
                 # The first donor's head is adopted. The others only give bytes that match its hashes.
                 donors.sort(key=lambda donor: donor.peer_id not in context.links.chosen)
-                adopted = await self._head_of_most(donors)
+                best, adopted = await ask_heads(context, donors, self._times_overtaken)
+                donors.insert(0, donors.pop(donors.index(best)))
                 entries = await self._fetch(download, donors, adopted)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
                 break
@@ -333,34 +333,6 @@ class Joining:
             )
         else:
             await land_state(self._driver, self._record, "write", "adopted the swarm's state")
-
-    async def _head_of_most(self, donors: list[Link]) -> SignedHead:
-        """The head of the state that most of the first donors have; one of them becomes the first.
-
-        Raises PeerLostError, WireError.
-        """
-        asked, heads, failed = donors[:MOST_ASKED], dict[PeerId, SignedHead](), list[Exception]()
-
-        def states() -> Counter[str]:
-            return Counter(signed.head.state_hash for signed in heads.values())
-
-        async def ask(donor: Link) -> None:
-            try:
-                heads[donor.peer_id] = await ask_head(self._context, donor, self._times_overtaken)
-            except (PeerLostError, WireError) as error:
-                failed.append(error)
-            if 2 * max(states().values(), default=0) > len(asked):
-                nursery.cancel_scope.cancel()  # no other state can have more
-
-        async with trio.open_nursery() as nursery:
-            for donor in asked:
-                nursery.start_soon(ask, donor)
-        if not heads:
-            raise failed[0]
-        having = states()
-        best = max((d for d in asked if d.peer_id in heads), key=lambda d: having[heads[d.peer_id].head.state_hash])
-        donors.insert(0, donors.pop(donors.index(best)))
-        return heads[best.peer_id]
 
     async def _fetch(self, download: Download, donors: list[Link], signed: SignedHead) -> list[Entry]:
         """Download the state of the first donor's head, and return its history. Raises PeerLostError, WireError."""

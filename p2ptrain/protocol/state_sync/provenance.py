@@ -6,6 +6,7 @@ The word of one peer is not enough: a head has the signatures of its voters, and
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # Time for a head and for a history. At 1 Mbit/s a history of 256 entries of 4 peers takes 7 s.
 HEAD_TIMEOUT_S, HISTORY_TIMEOUT_S = 15.0, 30.0
+# Donors whose heads a joiner compares (guess).
+MOST_ASKED = 5
 # Interval of requests to peers whose rounds wait for us: they wait 30 s for the next request.
 DELAY_AGAIN_S = 10.0
 # Entries in one answer: 0.2 MB with 4 peers, at most 2 MB with 31 voters.
@@ -113,6 +116,34 @@ async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) 
 
     await context.compute(check)
     return signed
+
+
+async def ask_heads(context: RoundContext, donors: Sequence[Link], times_overtaken: int) -> tuple[Link, SignedHead]:
+    """The head of the state that most of the first `MOST_ASKED` donors have, and the first donor that has it.
+
+    Takes as long as `ask_head`, or until more than half agree. Raises PeerLostError, WireError if none answers.
+    """
+    asked, failed = donors[:MOST_ASKED], list[Exception]()
+    heads: dict[Link, SignedHead] = {}
+    votes: Counter[str] = Counter()
+
+    async def ask(donor: Link) -> None:
+        try:
+            heads[donor] = await ask_head(context, donor, times_overtaken)
+        except (PeerLostError, WireError) as error:
+            failed.append(error)
+            return
+        votes[heads[donor].head.state_hash] += 1
+        if 2 * max(votes.values()) > len(asked):
+            nursery.cancel_scope.cancel()  # no other state can have more
+
+    async with trio.open_nursery() as nursery:
+        for donor in asked:
+            nursery.start_soon(ask, donor)
+    if not heads:
+        raise failed[0]
+    best = max((donor for donor in asked if donor in heads), key=lambda donor: votes[heads[donor].head.state_hash])
+    return best, heads[best]
 
 
 @asynccontextmanager

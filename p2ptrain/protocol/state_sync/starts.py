@@ -23,8 +23,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 logger = logging.getLogger(__name__)
 
 # A founder that was restarted goes back to its earlier start with a peer that it has been linked with for so long: it
-# should have met the others by then, to count them (guess). Who does not see it come back goes with it, if they have
-# been linked for twice as long.
+# should have met the others by then, to count them (guess). A member that has been linked with it for twice as long
+# goes with it, as it has not come back.
 GOES_BACK_AFTER_S, GOES_WITH_AFTER_S = 5.0, 10.0
 # A peer of another start of the run may still follow us, as one of us is its initial peer. After this long it
 # will not (guess).

@@ -36,7 +36,7 @@ async def _start_twice(s: Swarm) -> None:
 
 
 async def _start_anew(s: Swarm, founder: str, *others: str) -> None:
-    """Kill the founder, which founds the run again while it, and each of the others, reaches nobody."""
+    """Kill the founder and start it again. It founds the run anew, as neither it nor the others reach anybody."""
     s.kill(founder)
     s.network.partition([founder], *([name] for name in others))
     s.start(founder, founder=True)
@@ -448,12 +448,12 @@ def test_members_and_newcomers_that_see_only_the_founder_become_one(newcomers: s
     async def main() -> None:
         async with swarm(dataclasses.replace(PLAIN, sync_every=400)) as s:
             connected = s.network.connected
-            s.network.connected = lambda a, b: (
-                connected(a, b)
-                and (  # type: ignore[method-assign]
-                    not {a, b} & set("bc") or not {a, b} & set(newcomers)
-                )
-            )
+
+            def in_reach(a: str, b: str) -> bool:
+                is_across = {a, b} & set("bc") and {a, b} & set(newcomers)
+                return connected(a, b) and not is_across
+
+            s.network.connected = in_reach  # type: ignore[method-assign]
             await _restart_beside_newcomers(s, newcomers)
             await s.until(lambda: len(_geneses(s, s.peers)) == 1, within_s=40)
 

@@ -74,14 +74,16 @@ class PlacedPlan:
     """A plan, and the places of its blocks in the memory of one view's parameters. `ParameterView.place` makes it.
 
     Attributes:
-        index: (n,) int64 on the device of the first parameter. Of a block in `together`, its row of the joined
-            tensors; of any other, its number within its tensor.
-        together: the rows of the plan that are in joined tensors; one call copies each slice.
+        index: (n,) int64 on the device of the first parameter. Of a full block of a joined tensor, its row of
+            the joined tensors; of any other, its number within its tensor.
+        is_joined: whether all blocks are in joined tensors, so that one call copies them.
+        together: else, the rows of the plan that are; one call copies each slice.
         apart: the short last blocks, and the full blocks of tensors that are neither joined nor plain.
     """
 
     plan: BlockPlan
     index: torch.Tensor
+    is_joined: bool
     together: Sequence[slice]
     apart: Sequence[Piece]
 
@@ -193,7 +195,9 @@ class ParameterView:
         self._joined = JoinedTensors.of(self._device, self.tensors)
         first_rows = self._joined.first_rows
         self._is_joined = np.array([n in first_rows for n in range(len(self.tensors))], np.bool_)
-        self._joined_rows = np.array([first_rows.get(n, 0) for n in range(len(self.tensors))], np.int64)
+        # Added to the number of a block, its row of the joined tensors; of others, its number within its tensor.
+        self._row_offsets = np.array([first_rows.get(n, 0) for n in range(len(self.tensors))], np.int64)
+        self._row_offsets -= space.tensor_starts[:-1]
 
     def __reduce__(self) -> tuple[type[ParameterView], tuple[IndexSpace, list[torch.Tensor]]]:
         """A copy reads and writes copies of the tensors, at other addresses."""
@@ -215,31 +219,46 @@ class ParameterView:
         self._check(plan)
         index, together, rest = plan.index, list[slice](), list(plan.pieces)
         if self._joined.first_rows:
+            index = torch.from_numpy(self._row_offsets[plan.tensors] + plan.blocks)
+        has_tails = plan.numel < BLOCK * len(plan.blocks)
+        # Of most models on a GPU, which has no time for the other case.
+        is_joined_whole = len(self._joined.first_rows) == len(self.tensors) and not has_tails
+        if is_joined_whole:
+            rest = []
+        elif self._joined.first_rows:
             is_joined = self._is_joined[plan.tensors]
             is_joined[[piece.rows.start for piece in plan.pieces if piece.is_tail]] = False
             # Where the runs of True start and stop.
             edges = np.flatnonzero(np.diff(is_joined, prepend=False, append=False))
             together = [slice(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
             rest = [] if is_joined.all() else [piece for piece in rest if not is_joined[piece.rows.start]]
-            index = index + torch.from_numpy(self._joined_rows[plan.tensors] * is_joined)
         apart = [piece for piece in rest if piece.is_tail or piece.tensor not in self._items]
-        return PlacedPlan(plan, upload(index) if upload else index.to(self._device), together, apart)
+        index = upload(index) if upload else index.to(self._device)
+        return PlacedPlan(plan, index, is_joined_whole, together, apart)
 
     def gather(self, plan: BlockPlan) -> torch.Tensor:
         """Copy the plan's blocks. Returns a new (n, 64) float32 CPU tensor with zeros in the padding."""
         return self.gather_on_device(self.place(plan)).cpu()
 
     @torch.no_grad()
-    def gather_on_device(self, placed: PlacedPlan) -> torch.Tensor:
-        """Like `gather`, on the device of the first parameter. If all are there, the host waits for nothing."""
-        gathered = torch.empty(len(placed.index), BLOCK, dtype=torch.float32, device=self._device)
+    def gather_on_device(self, placed: PlacedPlan, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Like `gather`, on the device of the first parameter. If all are there, the host waits for nothing.
+
+        Args:
+            out: (n, 64) float32 there, which gets the blocks; None: new memory.
+        """
+        if placed.is_joined:
+            return _take(self._joined.rows, placed.index, out)
+        gathered = out
+        if gathered is None:
+            gathered = torch.empty(len(placed.index), BLOCK, dtype=torch.float32, device=self._device)
         if self._items and (library := kernels.library()) is not None:
             addresses = self._addresses(placed.plan, placed.apart)
             library.gather(kernels.address(addresses), len(addresses), gathered.data_ptr())
         else:
-            for items, out, numbers in self._plain_pieces(placed.plan, gathered):
+            for items, rows_out, numbers in self._plain_pieces(placed.plan, gathered):
                 # With mode="raise" numpy would copy once more; the plan's numbers are in range.
-                items.take(numbers, out=out, mode="clip")
+                items.take(numbers, out=rows_out, mode="clip")
         for rows in placed.together:
             _take(self._joined.rows, placed.index[rows], gathered[rows])
         for piece in placed.apart:
@@ -259,6 +278,9 @@ class ParameterView:
     def scatter_on_device(self, placed: PlacedPlan, values: torch.Tensor) -> None:
         """Like `scatter`, of `values` on the device of the first parameter. The host waits as in `gather_on_device`."""
         values = values.contiguous()
+        if placed.is_joined:
+            self._joined.rows.index_copy_(0, placed.index, values.to(self._joined.rows.dtype))
+            return
         if self._items:
             check_rows(values, len(placed.plan.blocks))
         if self._items and (library := kernels.library()) is not None:
@@ -413,12 +435,13 @@ def _items(tensor: torch.Tensor) -> Items:
     return values.view(np.dtype((np.void, BLOCK * values.itemsize)))
 
 
-def _take(blocks: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy some of (k, 64) blocks into `out`, (n, 64) float32."""
+def _take(blocks: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Copy some of (k, 64) blocks into `out`, or into a new tensor: (n, 64) float32."""
+    if out is None:
+        return blocks.index_select(0, index).float()
     if (blocks.dtype, blocks.device) == (out.dtype, out.device):
-        torch.index_select(blocks, 0, index, out=out)
-    else:
-        out.copy_(blocks.index_select(0, index))
+        return torch.index_select(blocks, 0, index, out=out)
+    return out.copy_(blocks.index_select(0, index))
 
 
 def _full_blocks(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,24 +76,26 @@ class DeviceFragments:
         if not self._side.has_room(3 * received.nbytes):
             return self._at_once.compare(plan, received)
         placed, source = self._placed(plan), self._side.pin(received)
-        own = self._view.gather_on_device(placed)
+        # Few calls: each costs this thread more than the device.
+        both = torch.empty(2, *received.shape, dtype=torch.float32, device=self._side.device)
+        own, difference = both.unbind()
+        self._view.gather_on_device(placed, own)
         theirs = torch.empty_like(own)
         norms = self._side.host(2)
 
         def work() -> None:
             theirs.copy_(source, non_blocking=True)
-            difference = theirs - own
-            for piece in plan.pieces:
+            torch.sub(theirs, own, out=difference)
+            for piece in plan.pieces if plan.numel < received.numel() else ():
                 if piece.is_tail:
                     difference[piece.rows.start, self._view.space.numels[piece.tensor] % BLOCK :].zero_()
-            both = torch.stack([torch.linalg.vector_norm(own), torch.linalg.vector_norm(difference)])
-            norms.copy_(both, non_blocking=True)
+            norms.copy_(torch.linalg.vector_norm(both, dim=(1, 2)), non_blocking=True)
 
         def complete() -> _Compared:
-            own_rms, rms = (norms / math.sqrt(max(1, plan.numel))).tolist()
+            own_rms, rms = (norm / math.sqrt(max(1, plan.numel)) for norm in norms.tolist())
             return _Compared(self._view, self._side, placed, theirs, own_rms, rms)
 
-        return _Queued(self._side.run(work, reads=[source, own], writes=[theirs, norms]), complete)
+        return _Queued(self._side.run(work, reads=[source, own], writes=[difference, theirs, norms]), complete)
 
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         return self._side.pin(values)

@@ -13,6 +13,7 @@ that this file keeps (notes on CUDA semantics, and the docs of `Tensor.record_st
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,10 @@ from typing import Protocol
 import torch
 
 logger = logging.getLogger(__name__)
+
+# What was asked about the device's memory counts for so long: torch and the driver take a tenth of a step's exchange to
+# say it (measured).
+_ASK_EVERY_S = 1.0
 
 
 class Pending(Protocol):
@@ -70,7 +75,8 @@ class CudaSideStream:
         assert device.index is not None, "a tensor's device has one"
         self._index = device.index
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._peak_bytes = 0
+        self._peak_bytes = self._room_bytes = 0
+        self._ask_again_s = 0.0
         self._said_unpinned = False
 
     def run(
@@ -104,20 +110,30 @@ class CudaSideStream:
             return values
 
     def has_room(self, size_bytes: int) -> bool:
-        # Asked for each fragment, so once: `memory_reserved` and the like each flatten and sort a hundred figures.
+        now = time.monotonic()
+        if size_bytes > self._room_bytes or now >= self._ask_again_s:
+            self._room_bytes, self._ask_again_s = self._room(size_bytes), now + _ASK_EVERY_S
+        has_room = size_bytes <= self._room_bytes
+        # Counted as taken until it is asked again.
+        self._room_bytes -= size_bytes if has_room else 0
+        return has_room
+
+    def _room(self, size_bytes: int) -> int:
+        """What the device has to spare: at least this much of it, or all."""
+        # `memory_reserved` and the like each flatten and sort a hundred figures.
         try:
             stats = torch.cuda.memory_stats_as_nested_dict(self._index)
             reserved_bytes = stats["reserved_bytes"]["all"]["current"]
             peak_bytes = stats["allocated_bytes"]["all"]["peak"]
         except (RuntimeError, KeyError):  # an allocator of the user's may count nothing
-            return False
+            return 0
         # Ours, because the user's code may reset torch's.
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         spare_bytes: int = reserved_bytes - self._peak_bytes
         if spare_bytes >= size_bytes:
-            return True
+            return spare_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self._index)
-        return bool(spare_bytes + free_bytes >= size_bytes)
+        return int(spare_bytes + free_bytes)
 
     def _note_unpinned(self, error: RuntimeError) -> None:
         """Warn once. The system limits pinned memory; without it, copies block the thread that queues them."""

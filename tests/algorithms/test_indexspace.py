@@ -249,6 +249,27 @@ def test_tensors_that_lie_whole_rows_apart_are_read_and_written_together(
     assert memory.count_nonzero() == used  # nothing between them was written
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_of_a_model_without_short_blocks_one_call_reads_or_writes_all(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined_tensors, "JOINED_ON", {"cpu"})
+    memory = torch.randn(50 * BLOCK).to(dtype)
+    before = memory.clone()
+    space = IndexSpace([("a", (2, BLOCK)), ("b", (3 * BLOCK,))])
+    view = ParameterView(space, [memory[10 * BLOCK : 12 * BLOCK].view(2, BLOCK), memory[40 * BLOCK : 43 * BLOCK]])
+    plan = space.plan([4, 1, 2])
+    assert view.place(plan).is_joined
+    rows = [11, 40, 42]
+    values, out = view.gather(plan), torch.empty(3, BLOCK)
+    assert torch.equal(values, before.view(-1, BLOCK)[rows].float())
+    assert torch.equal(view.gather_on_device(view.place(plan), out), values)
+    assert torch.equal(out, values)
+    view.scatter(plan, values + 1)
+    before.view(-1, BLOCK)[rows] = (values + 1).to(dtype)
+    assert torch.equal(memory, before)
+
+
 def test_on_a_device_a_model_of_less_than_a_row_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined_tensors, "JOINED_ON", {"cpu"})
     tensors = [torch.arange(1.0, 6.0), torch.full((BLOCK - 1,), 7.0)]

@@ -114,6 +114,29 @@ def test_room_is_what_training_leaves_at_its_peak(
     assert calls.count("driver") == (0 if needed == 200 else 2)
 
 
+def test_room_is_asked_for_once_a_second_and_counted_down_until_then(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, spare = [100.0], [500]
+
+    def memory_stats(device: int) -> dict[str, dict[str, dict[str, int]]]:
+        calls.append("torch")
+        return {"reserved_bytes": {"all": {"current": spare[0]}}, "allocated_bytes": {"all": {"peak": 0}}}
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", memory_stats)
+    monkeypatch.setattr("p2ptrain.peer.side_stream.time.monotonic", lambda: clock[0])
+    side = CudaSideStream(DEVICE)
+    assert [side.has_room(200), side.has_room(200)] == [True, True]
+    assert calls.count("torch") == 1
+    spare[0] = 100
+    assert not side.has_room(200), "100 are left of what was said, so it is asked again"
+    assert side.has_room(60)
+    assert calls.count("torch") == 2
+    spare[0], clock[0] = 50, 101.5
+    assert not side.has_room(60)
+
+
 def test_with_an_allocator_that_counts_nothing_there_is_no_room(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ async def attacked(
                 liar = member(s.start("x", step_s=STEP_S).node)
             else:
                 liar = await stranger(s._nursery, s.network.transport("x"), s.run.run_id, s.run.digest)
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            await s.until_joined()
             if pairwise and not before_rounds:
                 await s.until(lambda: all(map(paired, s.peers.values())))
             elif not before_rounds:

@@ -235,6 +235,10 @@ class Swarm:
         failed = {p.peer_id for p in [*self.peers.values(), *self.dead] for r in p.reports if "failed" in r.skipped}
         assert self.devices_fail or not failed, f"errors while fragments were merged at {failed}: see the log"
 
+    async def until_joined(self, *names: str, within_s: float = 300.0) -> None:
+        """Let virtual time pass until these peers have joined; all of the swarm, if none is named."""
+        await self.until(lambda: all(self.peers[n].node.ready.is_set() for n in names or self.peers), within_s=within_s)
+
     async def until(self, condition: Callable[[], bool], *, within_s: float = 300.0) -> None:
         """Let virtual time pass until the condition holds; checks the promise meanwhile."""
         with trio.move_on_after(within_s):

@@ -124,7 +124,7 @@ def test_a_member_that_says_anything_at_all(seed: int) -> None:
         async with swarm(RUN, seed=seed, shapes=SHAPES) as s:
             for name in NAMES:
                 s.start(name, founder=name == "a")
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            await s.until_joined()
             with trio.move_on_after(60):
                 await Babbler(s, seed).talk()
             s.network.crash("x")

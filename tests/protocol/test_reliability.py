@@ -66,7 +66,7 @@ def test_all_that_are_started_at_one_instant_are_one_swarm(
             s.network.latency = lambda a, b: latencies.setdefault((a, b), rng.uniform(0.001, slowest_s))
             for name in rng.sample([f"p{i:03d}" for i in range(peers)], peers):
                 s.start(name, step_s=1000.0)
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()), within_s=30)
+            await s.until_joined(within_s=30)
             reasons = Counter(itertools.chain.from_iterable(adoptions(p) for p in s.peers.values()))
             assert reasons == {"founded the run": 1, "adopted the swarm's state": peers - 1}
             assert len(lineages(s)) == 1

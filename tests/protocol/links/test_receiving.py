@@ -380,7 +380,7 @@ def test_answers_are_bounded_over_all_partners(what: str, limiter: str) -> None:
         async with swarm(RUN, shapes=[("head", (64, 64))]) as s:
             for name in "abcd":
                 s.start(name, founder=name == "a")
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            await s.until_joined()
             donor = s.peers["a"].node
             getattr(donor._server, limiter).total_tokens = 3
             serving = most = answered = 0

@@ -302,7 +302,7 @@ def test_a_link_on_which_a_chunk_takes_longer_than_any_first_limit_makes_rounds_
         async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=600)) as s:
             for i, name in enumerate("abc"):
                 s.start(name, founder=i == 0)
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            await s.until_joined()
             size = s.peers["a"].node.driver.context.codec.size_bytes(s.peers["a"].node.state.num_blocks)
             # Two of the three parts of an outer gradient go out at once: the second is there after seven seconds.
             s.network.bandwidth_bytes_s = 2 / 3 * size / 7

@@ -805,7 +805,7 @@ def test_several_join_at_once_and_every_donor_helps(names: str) -> None:
             joined = trio.current_time()
             for name in names:
                 s.start(name)
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()), within_s=20)
+            await s.until_joined(within_s=20)
             given = [p.node.links.counters.sent[Traffic.STATE] - b for p, b in zip(donors, before, strict=True)]
             state_bytes = 2 * s.peers["a"].node.state.anchor.nbytes
             assert sum(given) > 0.8 * len(names) * state_bytes
@@ -900,7 +900,7 @@ def test_fresh_peers_do_not_donate_to_each_other() -> None:
         async with swarm(RUN, latency_s=0.01) as s:
             for name in "cbda":
                 s.start(name)
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()), within_s=20)
+            await s.until_joined(within_s=20)
             reasons = {name: [e["reason"] for e in adopted(s, name)] for name in "abcd"}
             assert reasons == {
                 "a": ["founded the run"],
@@ -959,7 +959,7 @@ def test_three_join_at_once_through_one_slow_uplink_while_its_peer_goes_on_from_
             s.network.bandwidth_bytes_s = 100e3
             for name in "bcd":
                 s.start(name)
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()), within_s=200)
+            await s.until_joined(within_s=200)
 
     run_virtual(main)
 

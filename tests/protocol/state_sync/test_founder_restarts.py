@@ -1,0 +1,247 @@
+"""A founder that starts anew goes back to its first start, or those who know it go with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import trio
+
+from tests.protocol.state_sync.starts import PLAIN, geneses, start_anew
+from tests.protocol.state_sync.test_provenance import checkpoint_of
+from tests.protocol.swarm import Swarm, after, common, run_virtual, start_all, swarm
+
+
+def test_a_founder_that_is_restarted_before_the_first_round_keeps_its_run() -> None:
+    """It was given no initial peers. When it comes back, it meets a stranger that has committed rounds."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=1000)) as s:
+            s.network.partition(["a", "b"], ["x"])
+            start_all(s, "ab")
+            s.start("x", founder=True, step_s=0.01)
+            await s.until_joined()
+            await s.until(lambda: bool(s.peers["x"].rounds()))
+            genesis, saved = geneses(s, "a"), checkpoint_of(s, "a")
+            s.kill("a")
+            s.network.partition(["b"], ["a", "x"])
+            await trio.sleep(1)
+            a = s.start("a", restored=saved, remembered=["b"])
+            await s.until(a.node.ready.is_set)
+            s.network.partition()
+            await s.until(lambda: {"a", "x"} <= set(s.peers["b"].node.links.live))
+            await trio.sleep(20)
+            assert geneses(s, "a") == genesis != geneses(s, "x")
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("founder", "member"), [("a", "b"), ("b", "a")])
+def test_a_founder_that_starts_anew_before_the_first_round_and_its_member_become_one(founder: str, member: str) -> None:
+    """Both starts are as large: the one with the smaller id goes on."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=400)) as s:
+            s.start(founder, founder=True)
+            s.start(member, chosen=[founder])
+            await s.until_joined()
+            await start_anew(s, founder, member)
+            smaller = {min(geneses(s, "ab"))}
+            s.network.partition()
+            await s.until(lambda: geneses(s, "ab") == smaller, within_s=20)
+            assert not s.peers[founder].rounds()
+            await s.until(lambda: common(s, 1, 2))
+
+    run_virtual(main)
+
+
+def test_a_founder_that_starts_anew_follows_those_who_went_on_with_its_first_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They have a round, and it has none."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=600)) as s:
+            s.start("a", founder=True)
+            s.start("b", step_s=0.02)
+            await s.until_joined()
+            s.kill("a")
+            await s.until(lambda: bool(s.peers["b"].rounds()), within_s=300)
+            first = geneses(s, "b")
+            s.network.partition(["a"], ["b"])
+            s.start("a", founder=True)
+            await s.until_joined("a")
+            assert geneses(s, "a") != first
+            s.network.partition()
+            await s.until(lambda: geneses(s, "ab") == first, within_s=20)
+            now = trio.current_time()
+            await s.until(lambda: after(s, now, 2), within_s=300)
+
+    caplog.set_level(logging.WARNING)
+    run_virtual(main)
+    assert "joined the start of run 'test' that a founded" in caplog.text
+    # The founder's id is in them, and stays.
+    assert "Tickets" not in caplog.text
+
+
+def test_a_founder_of_many_does_not_follow_one_who_went_on_with_its_first_start() -> None:
+    """Anybody who had its genesis can claim rounds of it."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=600)) as s:
+            s.start("a", founder=True)
+            s.start("z", step_s=0.02)
+            await s.until_joined()
+            s.kill("a")
+            await s.until(lambda: bool(s.peers["z"].rounds()), within_s=300)
+            s.network.partition(["a", "b", "c"], ["z"])
+            s.start("a", founder=True)
+            for name in "bc":
+                s.start(name, chosen=["bootstrap"])
+            await s.until_joined(*"abc")
+            second = geneses(s, "abc")
+            assert len(second) == 1
+            s.network.partition()
+            await s.until(lambda: all(s.peers[name].rounds("committed") for name in "abc"), within_s=120)
+            assert geneses(s, "abc") == second != geneses(s, "z")
+
+    run_virtual(main)
+
+
+async def _restart_beside_newcomers(s: Swarm, newcomers: str) -> set[str]:
+    """b and c join what a started; a starts it anew three times, at last beside newcomers. Returns the first start."""
+    s.start("a", founder=True)
+    await s.until_joined("a")
+    for name in "bc":
+        s.start(name, chosen=["a"])
+    await s.until_joined()
+    first = geneses(s, "a")
+    for _ in range(2):
+        s.kill("a")
+        await trio.sleep(2)
+        s.start("a", founder=True)
+        await s.until(lambda: geneses(s, "abc") == first, within_s=20)
+    s.kill("a")
+    s.network.partition(["b", "c"], ["a", *newcomers])
+    s.start("a", founder=True)
+    await s.until_joined("a")
+    for name in newcomers:
+        s.start(name, chosen=["a"])
+    await s.until_joined()
+    s.network.partition()
+    return first
+
+
+@pytest.mark.parametrize(("newcomers", "goes_back"), [("", {True}), ("d", {True, False}), ("de", {False})])
+def test_a_founder_that_starts_anew_goes_back_to_its_members_unless_newcomers_are_more(
+    newcomers: str, goes_back: set[bool]
+) -> None:
+    """Of two starts that are as large the one with the smaller id goes on."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=500)) as s:
+            first = await _restart_beside_newcomers(s, newcomers)
+            await s.until(lambda: len(geneses(s, s.peers)) == 1, within_s=40)
+            assert (geneses(s, "a") == first) in goes_back
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("newcomers", ["d", "de", "def"])
+def test_members_and_newcomers_that_see_only_the_founder_become_one(newcomers: str) -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=400)) as s:
+            connected = s.network.connected
+
+            def in_reach(a: str, b: str) -> bool:
+                is_across = {a, b} & set("bc") and {a, b} & set(newcomers)
+                return connected(a, b) and not is_across
+
+            s.network.connected = in_reach  # type: ignore[method-assign]
+            await _restart_beside_newcomers(s, newcomers)
+            await s.until(lambda: len(geneses(s, s.peers)) == 1, within_s=40)
+
+    run_virtual(main)
+
+
+def test_nobody_goes_for_ever_with_a_founder_that_starts_the_run_again_and_again() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=300)) as s:
+            start_all(s, "abc")
+            await s.until_joined()
+            for _ in range(20):
+                s.kill("a")
+                await trio.sleep(4)
+                s.start("a", founder=True)
+                await trio.sleep(4)
+            assert all(s.peers[name].rounds("committed") for name in "bc")
+
+    run_virtual(main)
+
+
+def test_a_peer_without_a_round_that_meets_its_founders_second_start_comes_back_with_it() -> None:
+    """Another member has a round of the first start."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=200)) as s:
+            start_all(s, "abc")
+            await s.until_joined()
+            s.network.partition(["a", "b"], ["c"])
+            await s.until(lambda: bool(s.peers["b"].rounds("committed")))
+            first = geneses(s, "b")
+            await start_anew(s, "a", "b", "c")
+            s.network.partition()
+            await s.until(lambda: geneses(s, "abc") == first, within_s=60)
+
+    run_virtual(main)
+
+
+def test_a_member_that_continues_the_run_from_its_checkpoint_does_not_follow_the_founder() -> None:
+    """Its user started the run again, as the founder's did."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=1000)) as s:
+            s.start("a", founder=True)
+            s.start("b")
+            await s.until_joined()
+            await trio.sleep(20)
+            first, saved = geneses(s, "a"), checkpoint_of(s, "b")
+            for name in "ab":
+                s.kill(name)
+            s.network.partition(["a"], ["b"])
+            s.start("b", restored=saved, founder=True)
+            s.start("a", founder=True)
+            await s.until_joined(within_s=60)
+            assert geneses(s, "a") != first == geneses(s, "b")
+            s.network.partition()
+            await trio.sleep(30)
+            assert geneses(s, "b") == first
+
+    run_virtual(main)
+
+
+def test_who_named_a_founder_goes_with_it_to_the_larger_start() -> None:
+    """Whatever the ids of the two starts."""
+
+    def end(names: str) -> None:
+        founder, member, *others = names
+
+        async def main() -> None:
+            async with swarm(dataclasses.replace(PLAIN, sync_every=1000)) as s:
+                s.network.partition([founder, member], others)
+                s.start(founder, chosen=["bootstrap"])
+                await s.until_joined(founder)
+                s.start(member, chosen=[founder])
+                for name in others:
+                    s.start(name, chosen=["bootstrap"])
+                await s.until_joined()
+                larger = geneses(s, others)
+                assert len(larger) == 1
+                s.network.partition()
+                await s.until(lambda: geneses(s, names) == larger, within_s=60)
+
+        run_virtual(main)
+
+    end("abcde")
+    end("edcba")

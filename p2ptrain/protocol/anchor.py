@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from blake3 import blake3
+
+from p2ptrain.algorithms.averaging import MAX_GRADIENT
+from p2ptrain.algorithms.codec import is_within
+from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.errors import ConfigError
 
 # 256 KiB of float32 in blocks of 64: one frame, which delays a heartbeat by a second on a link of 2 Mbit/s.
 STATE_CHUNK_BLOCKS = 1024
@@ -116,3 +122,16 @@ class AnchorState:
     def anchor_tensor(self) -> torch.Tensor:
         """The live anchor as a (num_blocks, 64) tensor that shares its memory."""
         return torch.from_numpy(self.anchor)
+
+
+def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:
+    """Raises ConfigError if these weights, (num_blocks, 64), cannot found a run: every joiner gets them."""
+    for name, start, stop in zip(space.names, space.tensor_starts, space.tensor_starts[1:], strict=False):
+        values = anchor[start:stop]
+        if values.size and not is_within(values, MAX_GRADIENT):
+            with np.errstate(invalid="ignore"):
+                count = int((~(np.abs(values) <= MAX_GRADIENT)).sum())
+            raise ConfigError(
+                f"{name}: {count} of its values are NaN, infinite or beyond {MAX_GRADIENT:g}, and a run starts from "
+                "finite weights; initialise the model again, or load other weights"
+            )

@@ -5,19 +5,14 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import trio
 
-from p2ptrain.algorithms.averaging import MAX_GRADIENT
-from p2ptrain.algorithms.codec import is_within
-from p2ptrain.algorithms.indexspace import IndexSpace
-from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError, TransientError, WireError
-from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.errors import PeerLostError, RunMismatchError, TransientError, WireError
+from p2ptrain.protocol.anchor import AnchorState, check_founding
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.nursery import nursery_raising
@@ -25,6 +20,7 @@ from p2ptrain.protocol.rounds.deciding.history import History, is_better, leads_
 from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS, is_fresh
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.provenance import (
+    MOST_ASKED,
     NotNowError,
     OvertakenError,
     Pins,
@@ -213,8 +209,14 @@ class Joining:
         chosen = [link for link in self._context.links.trainers() if link.peer_id in self._context.links.chosen]
         if chosen:
             return any(link.beat for link in chosen)
-        awaited = not self._membership.looked_up.is_set() or self._membership.awaits(self._context.links.chosen)
-        return not awaited or trio.current_time() - started > CHOSEN_FIRST_S
+        if trio.current_time() - started > CHOSEN_FIRST_S:
+            return True
+        membership = self._membership
+        if not membership.looked_up.is_set() or membership.awaits(self._context.links.chosen):
+            return False
+        # The nearest peer may be a stranger: the others are heard, too, to count them.
+        heard = [link.beat is not None for link in self._context.links.trainers()]
+        return sum(heard) >= MOST_ASKED or (all(heard) and not membership.undecided)
 
     async def _compared(self, donor: Link, restored: Restored) -> Literal["ours", "theirs", "unknown", "not now"]:
         """Which state continues: that of our checkpoint, or the donor's. "unknown" if the two cannot be compared.
@@ -229,7 +231,7 @@ class Joining:
             logger.info("comparing the checkpoint with the state of %s: %s", donor.peer_id, error)
             return "not now" if isinstance(error, NotNowError) else "unknown"
         if shared(ours, theirs) is not None:
-            if leads_to(ours, signed.head) or is_better(ours, theirs, ()):
+            if leads_to(ours, signed.head) or is_better(ours, theirs, self._elsewhere(signed.head)):
                 return "theirs"
             self._is_ahead = True
             return "ours"
@@ -250,6 +252,12 @@ class Joining:
             self._context.run.run_id,
         )
         return "unknown"
+
+    def _elsewhere(self, head: Head) -> set[PeerId]:
+        """Linked peers that have not gone to a head's lineage: the word of voters of ours counts against it."""
+        return {
+            link.peer_id for link in self._context.links.trainers() if link.beat and link.beat.lineage != head.lineage
+        }
 
     def _joins_anew(self, restored: Restored) -> bool:
         """Whether a checkpoint counts for no more than joining for the first time, as nothing was averaged yet.
@@ -297,7 +305,9 @@ class Joining:
                 self._rng.shuffle(donors)
                 # The first donor's head is adopted. The others only give bytes that match its hashes.
                 donors.sort(key=lambda donor: donor.peer_id not in context.links.chosen)
-                best, adopted = await ask_heads(context, donors, self._times_overtaken)
+                # The user's initial peer is believed alone.
+                is_named = donors[0].peer_id in context.links.chosen
+                best, adopted = await ask_heads(context, donors[:1] if is_named else donors, self._times_overtaken)
                 donors.insert(0, donors.pop(donors.index(best)))
                 entries = await self._fetch(download, donors, adopted)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
@@ -313,8 +323,10 @@ class Joining:
                 self._times_overtaken += isinstance(error, OvertakenError)
                 if download.done_chunks > progress:
                     progress, progress_s = download.done_chunks, trio.current_time()
-                if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._skip(donors):
+                is_stuck = trio.current_time() - progress_s > DONOR_PATIENCE_S
+                if (is_stuck and self._skip(donors)) or (download.failed and self._skip(download.failed)):
                     progress, progress_s = 0, trio.current_time()
+                download.failed.clear()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
                     raise TransientError(
                         f"run {context.run.run_id!r}: received {100 * download.progress:.0f} % of its state, then "
@@ -368,7 +380,7 @@ class Joining:
         if donor.beat is not None:
             self._skipped.add((donor.peer_id, donor.beat.lineage, donor.beat.round if only_now else None))
 
-    def _skip(self, donors: list[Link]) -> bool:
+    def _skip(self, donors: Collection[Link]) -> bool:
         """Skip these donors, unless no other peer has a state: then returns False."""
         before = set(self._skipped)
         for donor in donors:
@@ -378,16 +390,3 @@ class Joining:
             return True
         self._skipped = before
         return False
-
-
-def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:
-    """Raises ConfigError if these weights, (num_blocks, 64), cannot found a run: every joiner gets them."""
-    for name, start, stop in zip(space.names, space.tensor_starts, space.tensor_starts[1:], strict=False):
-        values = anchor[start:stop]
-        if values.size and not is_within(values, MAX_GRADIENT):
-            with np.errstate(invalid="ignore"):
-                count = int((~(np.abs(values) <= MAX_GRADIENT)).sum())
-            raise ConfigError(
-                f"{name}: {count} of its values are NaN, infinite or beyond {MAX_GRADIENT:g}, and a run starts from "
-                "finite weights; initialise the model again, or load other weights"
-            )

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, NewType
 
+import msgspec
 import trio
 from msgspec import Meta
 
@@ -40,7 +41,7 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # Time for a head and for a history. At 1 Mbit/s a history of 256 entries of 4 peers takes 7 s.
 HEAD_TIMEOUT_S, HISTORY_TIMEOUT_S = 15.0, 30.0
-# Donors whose heads a joiner compares (guess).
+# Donors whose heads are compared (guess).
 MOST_ASKED = 5
 # Interval of requests to peers whose rounds wait for us: they wait 30 s for the next request.
 DELAY_AGAIN_S = 10.0
@@ -119,31 +120,50 @@ async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) 
 
 
 async def ask_heads(context: RoundContext, donors: Sequence[Link], times_overtaken: int) -> tuple[Link, SignedHead]:
-    """The head of the state that most of the first `MOST_ASKED` donors have, and the first donor that has it.
+    """The head that more than half of the first `MOST_ASKED` donors have, and the first donor that has it.
 
-    Takes as long as `ask_head`, or until more than half agree. Raises PeerLostError, WireError if none answers.
+    Takes as long as `ask_head`, or until more than half agree. A donor that is lost does not count, one that cannot
+    answer now does: a liar may always answer.
+
+    Raises NotNowError if they do not agree now, PeerLostError, WireError if all are lost.
     """
-    asked, failed = donors[:MOST_ASKED], list[Exception]()
+    asked, lost, not_now = donors[:MOST_ASKED], list[Exception](), list[NotNowError]()
     heads: dict[Link, SignedHead] = {}
-    votes: Counter[str] = Counter()
+    votes: Counter[Head] = Counter()
 
     async def ask(donor: Link) -> None:
         try:
-            heads[donor] = await ask_head(context, donor, times_overtaken)
+            heads[donor] = signed = await ask_head(context, donor, times_overtaken)
+        except NotNowError as error:
+            not_now.append(error)
         except (PeerLostError, WireError) as error:
-            failed.append(error)
-            return
-        votes[heads[donor].head.state_hash] += 1
-        if 2 * max(votes.values()) > len(asked):
-            nursery.cancel_scope.cancel()  # no other state can have more
+            lost.append(error)
+        else:
+            votes[_without_votes(signed.head)] += 1
+            if 2 * max(votes.values()) > len(asked):
+                nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
         for donor in asked:
             nursery.start_soon(ask, donor)
-    if not heads:
-        raise failed[0]
-    best = max((donor for donor in asked if donor in heads), key=lambda donor: votes[heads[donor].head.state_hash])
-    return best, heads[best]
+    for best, signed in heads.items():
+        if 2 * votes[_without_votes(signed.head)] > len(heads) + len(not_now):
+            return best, signed
+    if len(heads) > 1:
+        raise OvertakenError(
+            "the peers that were asked show different states. If they still do after a minute, one lies: name a member "
+            "in --initial-peers"
+        )
+    raise (not_now or lost)[0]
+
+
+def is_same(head: Head, other: Head) -> bool:
+    """Whether two heads are of one state and name the same voters. Their commits may have different votes."""
+    return _without_votes(head) == _without_votes(other)
+
+
+def _without_votes(head: Head) -> Head:
+    return msgspec.structs.replace(head, commit=None)
 
 
 @asynccontextmanager

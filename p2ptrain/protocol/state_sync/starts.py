@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Literal
 
 import trio
 
@@ -22,6 +23,9 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
+# What proves the history of another start: a quorum's signatures since its founding, or besides them lineages that were
+# founded since; or most of those who are in it show the same head; or ("") nothing.
+Proof = Literal["unbroken", "rooted", "shown by most", ""]
 # A founder that was restarted goes back to its earlier start with a peer that it has been linked with for so long: it
 # should have met the others by then, to count them (guess). A member that has been linked with it for twice as long
 # goes with it, as it has not come back.
@@ -55,29 +59,38 @@ class Starts:
         """The id of the peer that founded our start; "" before we have its state."""
         return founder_of(self._driver)
 
-    def is_trusted(self, donor: Link | None) -> bool:
+    def is_trusted(self, donor: Link | None, other: Head) -> bool:
         """Whether to follow a peer, or (None) what our user gave, where no history proves anything."""
-        return self._is_named(donor) or not (self._context.links.chosen or self._started_here())
+        if self._is_named(donor):
+            return True
+        here, there = self._links_in(other)
+        return there > here and not self._context.links.chosen and not self._started_here()
 
     def follows(
-        self, donor: Link | None, other: Head | Beat, founder: PeerId = "", *, is_rooted: bool = True
+        self, donor: Link | None, other: Head | Beat, founder: PeerId = "", proof: Proof = "unbroken"
     ) -> bool | None:
         """Whether we, without a round, go to the start of a peer, or (None) of our user; None if histories decide.
 
         Args:
             founder: of the other start; "" if it is not known yet.
-            is_rooted: whether the peer's history reaches back to that founding. Otherwise it may be made up.
+            proof: what is known of the peer's history. Without any it may be made up.
         """
         if donor is None:
             return None
         if self._goes_with_founder(donor):
             return True
-        if founder in ("", self._context.peer_id) and self._goes_back(donor, other):
-            return is_rooted
+        both_are_ours = founder in ("", self._context.peer_id) and self.founder == self._context.peer_id
+        # An unbroken one has our signature on its first round. Any other is larger, or a liar's.
+        if both_are_ours and ((proof == "unbroken" and other.round >= 0) or self._goes_back(donor, other)):
+            return bool(proof)
         # Of a founder that the user named, histories do not decide: it may still come back to our start.
         if self._is_named(donor) and donor.peer_id != self.founder:
             return None
-        return is_rooted and self._follows_stranger(other)
+        return bool(proof) and self._follows_stranger(other)
+
+    def is_early(self, donor: Link) -> bool:
+        """Whether we may go to this peer's start later, once we have met more of those who are in it."""
+        return trio.current_time() - donor.opened_s < GOES_BACK_AFTER_S
 
     def joined(self, donor: Link, founder: PeerId) -> None:
         """We are about to take the state of another start, with this founder."""
@@ -115,9 +128,8 @@ class Starts:
         return self._may_found or (self.founder == self._context.peer_id and not self._context.links.chosen)
 
     def _goes_back(self, donor: Link, other: Head | Beat) -> bool:
-        """Whether we founded our start, and another one is larger: if we founded that, too, we go back to it."""
-        is_long_linked = trio.current_time() - donor.opened_s >= GOES_BACK_AFTER_S
-        return self.founder == self._context.peer_id and is_long_linked and self._is_larger(other)
+        """Whether another start of our own is larger, and we have had the time to meet those who are in it."""
+        return not self.is_early(donor) and self._is_larger(other)
 
     def _goes_with_founder(self, donor: Link) -> bool:
         """Whether to go with the founder of our start to the one where it is, as it does not come back.
@@ -140,16 +152,20 @@ class Starts:
         return not is_bound and self.founder not in self._context.links.chosen and self._is_larger(other)
 
     def _is_larger(self, other: Head | Beat) -> bool:
-        """Whether more of our links are in another start than in ours, we counted; see `is_larger_start`.
+        """Whether more of our links are in another start than in ours, we counted; see `is_larger_start`."""
+        here, there = self._links_in(other)
+        return is_larger_start(self._driver.head.genesis, other, here, there)
 
-        Of each start only one lineage counts, ours and the other's, as anybody can begin one; and no other lineage of
-        the other start may have more links.
+    def _links_in(self, other: Head | Beat) -> tuple[int, int]:
+        """How many of our links are in our lineage, we counted, and in another one.
+
+        Of each start only one lineage counts, ours and the other's, as anybody can begin one: none are in the other one
+        if another lineage of its start has more.
         """
-        head = self._driver.head
         beats = [link.beat for link in self._context.links.trainers() if link.beat and link.beat.lineage]
         lineages = Counter(beat.lineage for beat in beats if beat.genesis == other.genesis)
-        here, there = 1 + sum(beat.lineage == head.lineage for beat in beats), lineages[other.lineage]
-        return there == max(lineages.values(), default=0) and is_larger_start(head.genesis, other, here, there)
+        here, there = 1 + sum(beat.lineage == self._driver.head.lineage for beat in beats), lineages[other.lineage]
+        return here, there if there == max(lineages.values(), default=0) else 0
 
 
 def is_larger_start(genesis: str, other: Head | Beat, here: int, there: int) -> bool:

@@ -16,7 +16,7 @@ import trio
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.rounds.deciding.history import History, is_rooted, merged, shared
+from p2ptrain.protocol.rounds.deciding.history import History, is_rooted, is_unbroken, merged, shared
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.deciding.proof import is_quorum
 from p2ptrain.protocol.rounds.driver import RoundDriver
@@ -27,12 +27,14 @@ from p2ptrain.protocol.state_sync.provenance import (
     OvertakenError,
     Pins,
     ask_head,
+    ask_heads,
     ask_history,
     delaying_rounds,
     is_preferred,
+    is_same,
     rank_of,
 )
-from p2ptrain.protocol.state_sync.starts import Starts
+from p2ptrain.protocol.state_sync.starts import Proof, Starts
 from p2ptrain.protocol.state_sync.transfer import Download, land_state
 from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Founding, Head, unpack
 from p2ptrain.protocol.wire.text import shown
@@ -193,7 +195,7 @@ class StateSync:
                     if await self._replace_from(donor, reason):
                         self._driver.trust_claims(donor.peer_id)
                         return True
-                    self._outcome = "refused"
+                    self._outcome = "" if self._starts.is_early(donor) else "refused"
                 except (PeerLostError, RunMismatchError) as error:
                     logger.info("catching up with %s failed: %s", donor.peer_id, error)
                     if isinstance(error, NotNowError):
@@ -221,7 +223,8 @@ class StateSync:
             signed = await ask_head(context, donor, self._times_overtaken)
             head = signed.head
             entries = await ask_history(context, donor, head, driver.history.entries)
-            if not self._prefers(donor, signed.genesis.founder, head, entries):
+            proof = await self._proof(head, entries)
+            if not self._prefers(donor, signed.genesis.founder, head, entries, proof):
                 self._download = None
                 return False
             self._check_pins(signed.genesis, entries)
@@ -243,7 +246,7 @@ class StateSync:
         async with driver.paused():
             is_other_start = head.genesis != driver.head.genesis
             has_left = is_other_start and (donor.beat is None or donor.beat.genesis != head.genesis)
-            if has_left or not self._prefers(donor, signed.genesis.founder, head, entries):
+            if has_left or not self._prefers(donor, signed.genesis.founder, head, entries, proof):
                 self._download = None
                 return False
             run_step: int | None = None
@@ -276,8 +279,26 @@ class StateSync:
         if scope.cancelled_caught:
             raise PeerLostError(f"the state of another start did not come within {FOLLOWING_PATIENCE_S:.0f} s")
 
-    def _prefers(self, donor: Link | None, founder: PeerId, head: Head, entries: Sequence[Entry]) -> bool:
-        """Whether to go on from a partner's head, or (None) from what our user gave. `founder`: who began that run."""
+    async def _proof(self, head: Head, entries: Sequence[Entry]) -> Proof:
+        """What proves the history of another start of the run. Raises as `ask_heads`."""
+        if is_rooted(entries, head.genesis):
+            return "unbroken" if is_unbroken(entries, head.genesis) else "rooted"
+        if head.genesis == self._driver.head.genesis or not is_fresh(self._driver.head, self._context.run):
+            return ""  # it is not asked for
+        links = [link for link in self._context.links.trainers() if link.beat and link.beat.lineage == head.lineage]
+        if len(links) < 2:
+            return ""
+        self._rng.shuffle(links)
+        _, shown_by_most = await ask_heads(self._context, links, self._times_overtaken)
+        return "shown by most" if is_same(head, shown_by_most.head) else ""
+
+    def _prefers(self, donor: Link | None, founder: PeerId, head: Head, entries: Sequence[Entry], proof: Proof) -> bool:
+        """Whether to go on from a partner's head, or (None) from what our user gave.
+
+        Args:
+            founder: who began that run.
+            proof: of its history, if it is another start of ours.
+        """
         driver = self._driver
         ours = driver.history.entries
         # We may have voted at this position already. No honest donor reports such a head.
@@ -285,7 +306,7 @@ class StateSync:
             return False
         is_other_start = head.genesis != driver.head.genesis and shared(ours, entries) is None
         if is_other_start and is_fresh(driver.head, self._context.run):
-            follows = self._starts.follows(donor, head, founder, is_rooted=is_rooted(entries, head.genesis))
+            follows = self._starts.follows(donor, head, founder, proof)
             if follows is not None:
                 return follows
         # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
@@ -299,7 +320,7 @@ class StateSync:
             head,
             entries,
             {peer_id for peer_id, _ in here},
-            is_trusted=is_needed and self._starts.is_trusted(donor),
+            is_trusted=is_needed and self._starts.is_trusted(donor, head),
         )
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
@@ -313,7 +334,7 @@ class StateSync:
         """Whether a checkpoint's state is ahead of ours. Raises RunMismatchError if it is of an unwanted run."""
         history = restored.history
         founder = "" if history.genesis is None else history.genesis.founder
-        if not self._prefers(None, founder, restored.head, history.entries):
+        if not self._prefers(None, founder, restored.head, history.entries, ""):
             return False
         if history.genesis is not None:
             self._check_pins(history.genesis, history.entries)

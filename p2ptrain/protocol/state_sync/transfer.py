@@ -139,11 +139,16 @@ class Download:
 
     Args:
         state: receives the chunks. Chunks that already have the right hashes are not fetched.
+
+    Attributes:
+        done_chunks: how many are verified.
+        failed: donors that did not answer, or sent something else.
     """
 
     def __init__(self, context: RoundContext, state: AnchorState) -> None:
         self.state = state
         self.done_chunks = 0
+        self.failed = set[Link]()
         self._context = context
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
         self._held_of = state.hashes.state
@@ -181,6 +186,8 @@ class Download:
                     logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
                     missing.append(index)
                     self._overtaken = self._overtaken or isinstance(error, OvertakenError)
+                    if not isinstance(error, OvertakenError):
+                        self.failed.add(donor)
                     return
                 self.done_chunks += 1
                 if trio.current_time() - asked_s < QUICK_S and in_flight[donor] < MOST_PER_DONOR:

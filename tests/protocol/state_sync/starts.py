@@ -5,6 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+import msgspec
+
+from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
+from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Contributor, Entry, Head, Ready, SignedHead, Vote
+from tests.protocol.signing import record_after
 from tests.protocol.swarm import RUN, Swarm
 
 PLAIN = dataclasses.replace(RUN, sync_every=100, fragment_fraction=0.0)
@@ -29,3 +36,45 @@ async def start_anew(s: Swarm, founder: str, *others: str) -> None:
     s.network.partition([founder], *([name] for name in others))
     s.start(founder, founder=True)
     await s.until_joined(founder)
+
+
+def made_up_round(driver: RoundDriver, lineage: str, round_: int) -> Entry:
+    """A round that a peer committed alone, in any lineage."""
+    own, prover = driver.context.liveness.own, driver.context.prover
+    record = record_after(driver.head.genesis, lineage, round_, "")
+    record = msgspec.structs.replace(record, contributors=(Contributor(*own, 1.0, bytes(32)),))
+    ready = Ready(lineage, round_, Attempt(1, *own), own[1], record.sha256, b"")
+    return Entry(Commit(record, Attempt(1, *own), (Vote(*own, prover.signed_ready(ready).signature),)), None)
+
+
+async def lie(s: Swarm, name: str, how: str, last: int = 1000) -> Head:
+    """A peer shows made-up rounds of the start whose genesis it has: all from the genesis on, or the last one only.
+
+    Args:
+        how: "rooted" (50 rounds) and "unrooted", in a lineage of its own, or "ours", in that of the others.
+        last: the made-up round, if it is the only one.
+    """
+    driver = s.peers[name].node.driver
+    own, prover, genesis = driver.context.liveness.own, driver.context.prover, driver.history.genesis
+    assert genesis is not None
+    s.peers[name].paused = False  # what it has received lands
+    async with driver.paused():
+        driver.context.state.anchor[:] = 7.0
+        driver.context.state.rehash()
+        hashes = driver.context.state.hashes
+        founding = prover.founding(driver.head.genesis, -1, "0" * 64)
+        lineage = driver.head.lineage if how == "ours" else lineage_of(founding)
+        entries = [Entry(None, genesis), Entry(None, founding)] if how == "rooted" else []
+        for round_ in range(50) if how == "rooted" else (last,):
+            entries.append(made_up_round(driver, lineage, round_))
+        head = msgspec.structs.replace(
+            driver.head, lineage=lineage, round=round_, run_step=1000, tokens_total=10**9, state_hash=hashes.state,
+            anchor_hash=hashes.anchor, voters=(own,), commit=None,
+        )  # fmt: skip
+        signed = SignedHead(head, (Vote(*own, prover.signature_of(head)),), genesis)
+        driver.past_heads = PastHeads()
+        driver.adopt(signed, History(genesis, entries))
+    s.peers[name].paused = True
+    # It does not come back to the others.
+    s.peers[name].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+    return head

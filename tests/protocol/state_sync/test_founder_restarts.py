@@ -8,6 +8,8 @@ import logging
 import pytest
 import trio
 
+from p2ptrain.protocol.rounds.deciding import history
+from p2ptrain.protocol.state_sync import provenance, transfer
 from tests.protocol.state_sync.starts import PLAIN, geneses, start_anew
 from tests.protocol.state_sync.test_provenance import checkpoint_of
 from tests.protocol.swarm import Swarm, after, common, run_virtual, start_all, swarm
@@ -245,3 +247,61 @@ def test_who_named_a_founder_goes_with_it_to_the_larger_start() -> None:
 
     end("abcde")
     end("edcba")
+
+
+@pytest.mark.parametrize("members", ["b", "bc"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_founder_goes_back_to_members_with_rounds_also_if_newcomers_are_as_many(seed: int, members: str) -> None:
+    """They come before it has been linked with the members for long; its signature on the first round is proof."""
+
+    async def main() -> None:
+        async with swarm(PLAIN, seed=seed) as s:
+            s.start("a", founder=True)
+            await s.until_joined("a")
+            for name in members:
+                s.start(name, chosen=["a"])
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in members), within_s=200)
+            first = geneses(s, "b")
+            s.kill("a")
+            await trio.sleep(2)
+            s.start("a", founder=True)
+            await trio.sleep(2.5)
+            for name in "de"[: len(members)]:
+                s.start(name, chosen=["a"])
+            await trio.sleep(60)
+            assert geneses(s, s.peers) == first
+
+    run_virtual(main, seed)
+
+
+@pytest.mark.parametrize("who", ["founder", "newcomer"])
+def test_members_whose_histories_no_longer_reach_the_genesis_are_believed_together(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A founder that starts anew, or a newcomer that was cut off and has founded the run, finds the old run."""
+    for module in (history, provenance):
+        monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(provenance, "RECENT_ENTRIES", 3)
+    for module in (provenance, transfer):
+        monkeypatch.setattr(module, "PAGE_ENTRIES", 1)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            s.start("a", founder=True)
+            for name in "bcd":
+                s.start(name, chosen=["bootstrap"])
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 6 for name in "bcd"), within_s=200)
+            first = geneses(s, "b")
+            if who == "founder":
+                s.kill("a")
+                await trio.sleep(2)
+                s.start("a", founder=True)
+            else:
+                s.network.partition(list("abcd"), ["e"])
+                s.start("e", chosen=["bootstrap"])
+                await s.until_joined("e")
+                s.network.partition()
+            await trio.sleep(60)
+            assert geneses(s, s.peers) == first
+
+    run_virtual(main)

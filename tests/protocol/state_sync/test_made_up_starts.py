@@ -8,12 +8,9 @@ import msgspec
 import pytest
 import trio
 
-from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
-from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
-from p2ptrain.protocol.wire.messages import Attempt, Beat, Commit, Contributor, Entry, Head, Ready, SignedHead, Vote
-from tests.protocol.signing import record_after
-from tests.protocol.state_sync.starts import PLAIN, geneses, start_anew
-from tests.protocol.swarm import Swarm, run_virtual, start_all, swarm
+from p2ptrain.protocol.wire.messages import Beat
+from tests.protocol.state_sync.starts import PLAIN, geneses, lie, start_anew
+from tests.protocol.swarm import run_virtual, start_all, swarm
 
 
 def test_one_stranger_wins_no_peer_of_a_larger_start() -> None:
@@ -35,43 +32,6 @@ def test_one_stranger_wins_no_peer_of_a_larger_start() -> None:
     run_virtual(main)
 
 
-async def _lie(s: Swarm, name: str, how: str, last: int = 1000) -> Head:
-    """A peer shows made-up rounds of the start whose genesis it has: all from the genesis on, or the last one only.
-
-    Args:
-        how: "rooted" (50 rounds) and "unrooted", in a lineage of its own, or "ours", in that of the others.
-        last: the made-up round, if it is the only one.
-    """
-    driver = s.peers[name].node.driver
-    own, prover, genesis = driver.context.liveness.own, driver.context.prover, driver.history.genesis
-    assert genesis is not None
-    s.peers[name].paused = False  # what it has received lands
-    async with driver.paused():
-        driver.context.state.anchor[:] = 7.0
-        driver.context.state.rehash()
-        hashes = driver.context.state.hashes
-        founding = prover.founding(driver.head.genesis, -1, "0" * 64)
-        lineage = driver.head.lineage if how == "ours" else lineage_of(founding)
-        entries = [Entry(None, genesis), Entry(None, founding)] if how == "rooted" else []
-        for round_ in range(50) if how == "rooted" else (last,):
-            record = record_after(driver.head.genesis, lineage, round_, "")
-            record = msgspec.structs.replace(record, contributors=(Contributor(*own, 1.0, bytes(32)),))
-            ready = Ready(lineage, round_, Attempt(1, *own), own[1], record.sha256, b"")
-            votes = (Vote(*own, prover.signed_ready(ready).signature),)
-            entries.append(Entry(Commit(record, Attempt(1, *own), votes), None))
-        head = msgspec.structs.replace(
-            driver.head, lineage=lineage, round=round_, run_step=1000, tokens_total=10**9, state_hash=hashes.state,
-            anchor_hash=hashes.anchor, voters=(own,), commit=None,
-        )  # fmt: skip
-        signed = SignedHead(head, (Vote(*own, prover.signature_of(head)),), genesis)
-        driver.past_heads = PastHeads()
-        driver.adopt(signed, History(genesis, entries))
-    s.peers[name].paused = True
-    # It does not come back to the others.
-    s.peers[name].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
-    return head
-
-
 @pytest.mark.parametrize("how", ["rooted", "unrooted", "ours"])
 @pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
 @pytest.mark.parametrize("seed", range(2))
@@ -91,7 +51,7 @@ def test_made_up_rounds_take_neither_a_restarted_founder_nor_its_members(
             s.peers["x"].paused = True  # it never contributes
             await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abcd"), within_s=200)
             s.kill("a")
-            lied = await _lie(s, "x", how)
+            lied = await lie(s, "x", how)
             await trio.sleep(4)
             s.start("a", founder=True)
             await trio.sleep(60)
@@ -115,7 +75,7 @@ def test_a_joiner_takes_the_state_that_most_members_have(lead: int, seed: int) -
             for peer in s.peers.values():
                 peer.paused = True  # no round comes while the newcomer joins
             await trio.sleep(1)
-            await _lie(s, "x", "ours", s.peers["a"].node.driver.head.round + lead)
+            await lie(s, "x", "ours", s.peers["a"].node.driver.head.round + lead)
             e = s.start("e", chosen=["bootstrap"])
             await s.until(e.node.ready.is_set, within_s=30)
             assert e.node.driver.head.state_hash == s.peers["a"].node.driver.head.state_hash
@@ -137,7 +97,7 @@ def test_members_whose_run_goes_on_do_not_follow_a_founder_that_a_stranger_took(
             await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abc"), within_s=200)
             s.kill("a")
             s.network.partition(["b", "c"], ["a", "x"])
-            lied = await _lie(s, "x", "rooted")
+            lied = await lie(s, "x", "rooted")
             s.start("a", founder=True)
             await s.until(lambda: s.peers["a"].node.driver.head.lineage == lied.lineage, within_s=30)
             s.network.partition()

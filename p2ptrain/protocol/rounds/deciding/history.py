@@ -106,6 +106,11 @@ def is_rooted(entries: Sequence[Entry], genesis: str) -> bool:
     return bool(entries) and name_of(entries[0]) == f"{genesis}/-1"
 
 
+def is_unbroken(entries: Sequence[Entry], genesis: str) -> bool:
+    """Whether a history is rooted, and each round was signed by a quorum since: first of all by the founder."""
+    return is_rooted(entries, genesis) and all(entry.commit is not None for entry in entries[1:])
+
+
 def shared(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[int, int] | None:
     """The indices of the last entry that both histories have; None if there is none."""
     names = {name_of(entry): index for index, entry in enumerate(ours)}

@@ -1,0 +1,223 @@
+"""A stranger that shows the members' round, and a state of its own, wins no joiner and no member."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+
+import msgspec
+import pytest
+import trio
+
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
+from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.state_sync.transfer import StateServer
+from p2ptrain.protocol.wire.messages import Beat, Entry, Request, SignedHead, Vote
+from tests.protocol.state_sync.starts import PLAIN, lie, made_up_round
+from tests.protocol.state_sync.test_provenance import checkpoint_of
+from tests.protocol.swarm import Swarm, run_virtual, start_all, swarm
+
+AHEAD = 100_000
+
+
+async def start_with_stranger(s: Swarm, members: str) -> None:
+    """Members with rounds, and the stranger x, which has the run's genesis."""
+    start_all(s, members + "x")
+    s.peers["x"].paused = True
+    await s.until(lambda: all(len(s.peers[name].rounds()) >= 2 for name in members), within_s=200)
+
+
+def mirror(s: Swarm) -> None:
+    """The stranger's heartbeats show the round of a member."""
+    node = s.peers["x"].node
+    make_beat = node.make_beat
+
+    def beat(sent_s: float, echo_s: float, held_s: float) -> Beat:
+        head = s.peers["a"].node.driver.head
+        own = make_beat(sent_s, echo_s, held_s)
+        return msgspec.structs.replace(own, genesis=head.genesis, lineage=head.lineage, round=head.round)
+
+    node.make_beat = beat  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_joiner_waits_for_members_that_cannot_answer_now(initial_peer: str, seed: int) -> None:
+    """In an outer step of a second or two, while the stranger answers."""
+
+    async def main() -> None:
+        async with swarm(PLAIN, seed=seed) as s:
+            await start_with_stranger(s, "abcd")
+            await lie(s, "x", "ours", AHEAD)
+            mirror(s)
+            s.worker.work_s = 0.3
+            await s.until(lambda: any(s.peers[name].node.driver.committer.stepping for name in "abcd"))
+            e = s.start("e", chosen=[initial_peer])
+            await s.until_joined("e", within_s=200)
+            assert e.node.driver.head.round < AHEAD
+
+    run_virtual(main, seed)
+
+
+@pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_head_with_the_members_state_and_a_voter_of_its_own_is_another_one(initial_peer: str, seed: int) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN, seed=seed) as s:
+            if initial_peer == "a":  # farther away than the others
+                s.network.latency = lambda a, b: 0.05 if {a, b} == {"a", "e"} else 0.001  # type: ignore[method-assign]
+            await start_with_stranger(s, "abc")
+            driver = s.peers["x"].node.driver
+            own, prover, genesis = driver.context.liveness.own, driver.context.prover, driver.signed_head
+
+            class Lying(RoundDriver):
+                @property
+                def signed_head(self) -> SignedHead:
+                    assert genesis is not None
+                    head = s.peers["a"].node.driver.head
+                    head = msgspec.structs.replace(head, round=head.round + AHEAD, voters=(own,), commit=None)
+                    entry = made_up_round(driver, head.lineage, head.round)
+                    self.history.page = lambda before, count: [] if before else [entry]  # type: ignore[method-assign]
+                    return SignedHead(head, (Vote(*own, prover.signature_of(head)),), genesis.genesis)
+
+            driver.__class__ = Lying
+            s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+            mirror(s)
+            await trio.sleep(3 + seed)
+            e = s.start("e", chosen=[initial_peer])
+            await s.until_joined("e", within_s=60)
+            assert e.node.driver.head.round < AHEAD
+
+    run_virtual(main, seed)
+
+
+def test_of_one_member_and_one_stranger_a_joiner_believes_neither_and_says_so() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            await start_with_stranger(s, "a")
+            await lie(s, "x", "ours", AHEAD)
+            mirror(s)
+            await trio.sleep(2)
+            e = s.start("e", chosen=["bootstrap"])
+            with trio.move_on_after(180):
+                while e.error is None:
+                    await trio.sleep(0.5)
+            assert not e.node.ready.is_set()
+            assert "name a member in --initial-peers" in "".join(traceback.format_exception(e.error))
+            e.error = None
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stranger_that_answers_nothing_is_left_out_of_a_download_after_a_minute(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds come every 5 s, so chunks that it was asked for would always come too late."""
+    serve_honestly = StateServer.serve
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=50), seed=seed) as s:
+            await start_with_stranger(s, "a")
+            mirror(s)
+            silent = s.peers["x"].node.driver
+
+            async def serve(server: StateServer, link: Link, request: Request) -> None:
+                if server._driver is silent:
+                    await trio.sleep_forever()
+                await serve_honestly(server, link, request)
+
+            monkeypatch.setattr(StateServer, "serve", serve)
+            s.network.bandwidth_bytes_s = 400e3
+            await trio.sleep(2 + seed)
+            s.start("e", chosen=["a"])
+            await s.until_joined("e", within_s=100)
+
+    run_virtual(main, seed)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_peer_hears_the_members_before_it_takes_the_state_of_the_nearest(is_restarted: bool, seed: int) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN, seed=seed) as s:
+            await start_with_stranger(s, "abcd")
+            await lie(s, "x", "ours", AHEAD)
+            s.network.latency = lambda a, b: 0.005 if "x" in (a, b) else 0.15  # type: ignore[method-assign]
+            saved = checkpoint_of(s, "d")
+            if is_restarted:
+                s.kill("d")
+            await trio.sleep(3 + seed)
+            name = "d" if is_restarted else "e"
+            peer = s.start(name, chosen=["bootstrap"], restored=saved if is_restarted else None)
+            await s.until_joined(name, within_s=100)
+            assert peer.node.driver.head.round < AHEAD
+
+    run_virtual(main, seed)
+
+
+@pytest.mark.parametrize("members", ["ad", "abcd"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_restarted_member_leaves_its_voters_for_no_lineage_of_a_stranger(members: str, seed: int) -> None:
+    """It has the run's history up to the member's checkpoint, and has founded a lineage after it."""
+
+    async def main() -> None:
+        async with swarm(PLAIN, seed=seed) as s:
+            await start_with_stranger(s, members)
+            saved = checkpoint_of(s, "d")
+            driver = s.peers["x"].node.driver
+            own, prover, head = driver.context.liveness.own, driver.context.prover, saved.head
+            assert saved.history.genesis is not None
+            s.peers["x"].paused = False
+            async with driver.paused():
+                driver.context.state.anchor[:] = 7.0
+                driver.context.state.rehash()
+                hashes = driver.context.state.hashes
+                founding = prover.founding(head.lineage, head.round, hashes.state)
+                forged = msgspec.structs.replace(
+                    head, lineage=lineage_of(founding), state_hash=hashes.state, anchor_hash=hashes.anchor,
+                    voters=(own,), commit=None,
+                )  # fmt: skip
+                signed = SignedHead(forged, (Vote(*own, prover.signature_of(forged)),), saved.history.genesis)
+                driver.past_heads = PastHeads()
+                entries = [*saved.history.entries, Entry(None, founding)]
+                driver.adopt(signed, History(saved.history.genesis, entries))
+            s.peers["x"].paused = True
+            s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+            s.kill("d")
+            s.network.latency = lambda a, b: 0.005 if "x" in (a, b) else 0.1  # type: ignore[method-assign]
+            await trio.sleep(1)
+            d = s.start("d", chosen=["bootstrap"], restored=saved)
+            await s.until_joined("d", within_s=200)
+            assert d.node.driver.head.lineage != forged.lineage
+
+    run_virtual(main, seed)
+
+
+@pytest.mark.parametrize("is_before_the_first_round", [True, False])
+def test_a_member_without_initial_peers_follows_no_single_stranger(is_before_the_first_round: bool) -> None:
+    """Its own voters cannot contradict: it is one of the founder's first, or its partner is away for 40 s."""
+
+    async def main() -> None:
+        run = dataclasses.replace(PLAIN, sync_every=300 if is_before_the_first_round else 100)
+        async with swarm(run) as s:
+            s.start("a", founder=True)
+            await s.until_joined("a")
+            s.start("b", remembered=["a"])
+            s.start("x", chosen=["a"])
+            await s.until_joined()
+            s.peers["x"].paused = True
+            if not is_before_the_first_round:
+                await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "ab"), within_s=200)
+            await lie(s, "x", "unrooted", AHEAD)
+            if not is_before_the_first_round:
+                await trio.sleep(60)
+                s.network.partition(["a"], ["b", "x"])
+                await trio.sleep(40)
+                s.network.partition()
+            await trio.sleep(100)
+            assert s.peers["b"].node.driver.head.round < AHEAD
+
+    run_virtual(main)

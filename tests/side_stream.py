@@ -27,7 +27,7 @@ class LateStream:
         polls: how often the next work must be polled in vain before it is done.
 
     Attributes:
-        room: what `has_room` answers.
+        room: what `try_reserve` answers.
         waited: how often somebody blocked.
     """
 
@@ -53,7 +53,7 @@ class LateStream:
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def has_room(self, size_bytes: int) -> bool:
+    def try_reserve(self, size_bytes: int) -> bool:
         return self.room
 
     @property

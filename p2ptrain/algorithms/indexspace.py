@@ -68,6 +68,11 @@ class BlockPlan:
     index: torch.Tensor
     numels: list[int]
 
+    @property
+    def has_tails(self) -> bool:
+        """Whether a block is the short last one of its tensor."""
+        return self.numel < BLOCK * len(self.blocks)
+
 
 @dataclass(frozen=True)
 class PlacedPlan:
@@ -76,14 +81,14 @@ class PlacedPlan:
     Attributes:
         index: (n,) int64 on the device of the first parameter. Of a full block of a joined tensor, its row of
             the joined tensors; of any other, its number within its tensor.
-        is_joined: whether all blocks are in joined tensors, so that one call copies them.
+        all_joined: whether all blocks are in joined tensors, so that one call copies them.
         together: else, the rows of the plan that are; one call copies each slice.
         apart: the short last blocks, and the full blocks of tensors that are neither joined nor plain.
     """
 
     plan: BlockPlan
     index: torch.Tensor
-    is_joined: bool
+    all_joined: bool
     together: Sequence[slice]
     apart: Sequence[Piece]
 
@@ -220,11 +225,9 @@ class ParameterView:
         index, together, rest = plan.index, list[slice](), list(plan.pieces)
         if self._joined.first_rows:
             index = torch.from_numpy(self._row_offsets[plan.tensors] + plan.blocks)
-        has_tails = plan.numel < BLOCK * len(plan.blocks)
-        # Of most models on a GPU, which has no time for the other case.
-        is_joined_whole = len(self._joined.first_rows) == len(self.tensors) and not has_tails
-        if is_joined_whole:
-            rest = []
+        all_joined = len(self._joined.first_rows) == len(self.tensors) and not plan.has_tails
+        if all_joined:
+            rest = []  # the usual case on a GPU: skip the search for runs
         elif self._joined.first_rows:
             is_joined = self._is_joined[plan.tensors]
             is_joined[[piece.rows.start for piece in plan.pieces if piece.is_tail]] = False
@@ -234,7 +237,7 @@ class ParameterView:
             rest = [] if is_joined.all() else [piece for piece in rest if not is_joined[piece.rows.start]]
         apart = [piece for piece in rest if piece.is_tail or piece.tensor not in self._items]
         index = upload(index) if upload else index.to(self._device)
-        return PlacedPlan(plan, index, is_joined_whole, together, apart)
+        return PlacedPlan(plan, index, all_joined, together, apart)
 
     def gather(self, plan: BlockPlan) -> torch.Tensor:
         """Copy the plan's blocks. Returns a new (n, 64) float32 CPU tensor with zeros in the padding."""
@@ -245,9 +248,9 @@ class ParameterView:
         """Like `gather`, on the device of the first parameter. If all are there, the host waits for nothing.
 
         Args:
-            out: (n, 64) float32 there, which gets the blocks; None: new memory.
+            out: contiguous (n, 64) float32 on that device; None allocates it.
         """
-        if placed.is_joined:
+        if placed.all_joined:
             return _take(self._joined.rows, placed.index, out)
         gathered = out
         if gathered is None:
@@ -278,7 +281,7 @@ class ParameterView:
     def scatter_on_device(self, placed: PlacedPlan, values: torch.Tensor) -> None:
         """Like `scatter`, of `values` on the device of the first parameter. The host waits as in `gather_on_device`."""
         values = values.contiguous()
-        if placed.is_joined:
+        if placed.all_joined:
             self._joined.rows.index_copy_(0, placed.index, values.to(self._joined.rows.dtype))
             return
         if self._items:

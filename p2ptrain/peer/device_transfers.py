@@ -6,7 +6,7 @@ the side stream. Values from the host go into separate memory on the device, and
 changes the weights with them. So weights are read and written only on the training stream, in the order of the calls.
 
 A snapshot takes 4 bytes a parameter on the device until it is in host memory, and so does a landing until it is
-applied; a fragment 12 bytes for each of its values. If that much is not free (`SideStream.has_room`), it goes as on
+applied; a fragment 12 bytes for each of its values. If that much is not free (`SideStream.try_reserve`), it goes as on
 other devices (`at_once`), and training waits for it.
 """
 
@@ -65,7 +65,7 @@ class DeviceFragments:
         self._at_once = FragmentsAtOnce(view)
 
     def gather(self, plan: BlockPlan) -> Transfer[torch.Tensor]:
-        if not self._side.has_room(4 * BLOCK * len(plan.blocks)):
+        if not self._side.try_reserve(4 * BLOCK * len(plan.blocks)):
             return self._at_once.gather(plan)
         gathered = self._view.gather_on_device(self._placed(plan))
         values = self._side.host(*gathered.shape)
@@ -73,7 +73,7 @@ class DeviceFragments:
         return _Queued(pending, lambda: values)
 
     def compare(self, plan: BlockPlan, received: torch.Tensor) -> Transfer[Comparison]:
-        if not self._side.has_room(3 * received.nbytes):
+        if not self._side.try_reserve(3 * received.nbytes):
             return self._at_once.compare(plan, received)
         placed, source = self._placed(plan), self._side.pin(received)
         # Few calls: each costs this thread more than the device.
@@ -86,7 +86,7 @@ class DeviceFragments:
         def work() -> None:
             theirs.copy_(source, non_blocking=True)
             torch.sub(theirs, own, out=difference)
-            for piece in plan.pieces if plan.numel < received.numel() else ():
+            for piece in plan.pieces if plan.has_tails else ():
                 if piece.is_tail:
                     difference[piece.rows.start, self._view.space.numels[piece.tensor] % BLOCK :].zero_()
             norms.copy_(torch.linalg.vector_norm(both, dim=(1, 2)), non_blocking=True)
@@ -137,7 +137,7 @@ class DeviceFlat:
     def _staging(self) -> torch.Tensor | None:
         """Memory on the device for all weights as float32; None if there is too little."""
         shape = (self._view.space.num_blocks, BLOCK)
-        if not self._side.has_room(4 * math.prod(shape)):
+        if not self._side.try_reserve(4 * math.prod(shape)):
             return None
         try:
             return torch.empty(shape, dtype=torch.float32, device=self._side.device)

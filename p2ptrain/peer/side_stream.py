@@ -62,8 +62,11 @@ class SideStream(Protocol):
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         """`values`, or a copy of them in pinned memory. Any thread may call it."""
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether the device has this memory to spare, also while training takes the most that it has taken so far."""
+    def try_reserve(self, size_bytes: int) -> bool:
+        """Reserve memory of the device that training leaves at its peak so far; False if there is not enough.
+
+        A reservation lasts until free memory is asked for again, after a second at most.
+        """
 
 
 class CudaSideStream:
@@ -109,17 +112,16 @@ class CudaSideStream:
             self._note_unpinned(error)
             return values
 
-    def has_room(self, size_bytes: int) -> bool:
+    def try_reserve(self, size_bytes: int) -> bool:
         now = time.monotonic()
         if size_bytes > self._room_bytes or now >= self._ask_again_s:
             self._room_bytes, self._ask_again_s = self._room(size_bytes), now + _ASK_EVERY_S
         has_room = size_bytes <= self._room_bytes
-        # Counted as taken until it is asked again.
         self._room_bytes -= size_bytes if has_room else 0
         return has_room
 
     def _room(self, size_bytes: int) -> int:
-        """What the device has to spare: at least this much of it, or all."""
+        """Free bytes. The driver is only asked if torch holds fewer than `size_bytes`."""
         # `memory_reserved` and the like each flatten and sort a hundred figures.
         try:
             stats = torch.cuda.memory_stats_as_nested_dict(self._index)

@@ -259,7 +259,7 @@ def test_of_a_model_without_short_blocks_one_call_reads_or_writes_all(
     space = IndexSpace([("a", (2, BLOCK)), ("b", (3 * BLOCK,))])
     view = ParameterView(space, [memory[10 * BLOCK : 12 * BLOCK].view(2, BLOCK), memory[40 * BLOCK : 43 * BLOCK]])
     plan = space.plan([4, 1, 2])
-    assert view.place(plan).is_joined
+    assert view.place(plan).all_joined
     rows = [11, 40, 42]
     values, out = view.gather(plan), torch.empty(3, BLOCK)
     assert torch.equal(values, before.view(-1, BLOCK)[rows].float())

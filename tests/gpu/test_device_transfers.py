@@ -104,7 +104,7 @@ def test_blocks_and_snapshots_are_of_the_moment_at_which_they_began(pair: Pair) 
 def test_a_landing_changes_the_weights_when_it_is_finished(
     pair: Pair, side: SideStream, adds: bool, room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side, "has_room", lambda size_bytes: room)
+    monkeypatch.setattr(side, "try_reserve", lambda size_bytes: room)
     pointers = [tensor.data_ptr() for tensor in pair.tensors]
     flat = pair.device.flat.buffer().copy_(randn(SPACE.num_blocks, BLOCK, seed=9))
     before = pair.weights()[1]

@@ -108,9 +108,9 @@ def test_room_is_what_training_leaves_at_its_peak(
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", memory_stats)
     side = CudaSideStream(DEVICE)
-    assert side.has_room(needed) == has_room
+    assert side.try_reserve(needed) == has_room
     stats.peak = 0  # torch.cuda.reset_peak_memory_stats()
-    assert side.has_room(needed) == has_room
+    assert side.try_reserve(needed) == has_room
     assert calls.count("driver") == (0 if needed == 200 else 2)
 
 
@@ -127,14 +127,14 @@ def test_room_is_asked_for_once_a_second_and_counted_down_until_then(
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", memory_stats)
     monkeypatch.setattr("p2ptrain.peer.side_stream.time.monotonic", lambda: clock[0])
     side = CudaSideStream(DEVICE)
-    assert [side.has_room(200), side.has_room(200)] == [True, True]
+    assert [side.try_reserve(200), side.try_reserve(200)] == [True, True]
     assert calls.count("torch") == 1
     spare[0] = 100
-    assert not side.has_room(200), "100 are left of what was said, so it is asked again"
-    assert side.has_room(60)
+    assert not side.try_reserve(200), "100 are left of what was said, so it is asked again"
+    assert side.try_reserve(60)
     assert calls.count("torch") == 2
     spare[0], clock[0] = 50, 101.5
-    assert not side.has_room(60)
+    assert not side.try_reserve(60)
 
 
 def test_with_an_allocator_that_counts_nothing_there_is_no_room(
@@ -146,7 +146,7 @@ def test_with_an_allocator_that_counts_nothing_there_is_no_room(
         raise NotImplementedError("CUDAPluggableAllocator does not yet support getDeviceStats")
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", memory_stats)
-    assert not CudaSideStream(DEVICE).has_room(1)
+    assert not CudaSideStream(DEVICE).try_reserve(1)
 
 
 def test_host_memory_that_cannot_be_pinned_is_used_as_it_is(

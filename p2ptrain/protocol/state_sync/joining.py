@@ -293,7 +293,7 @@ class Joining:
     async def _adopt(self, donors: list[Link]) -> None:
         """Adopt the donors' state. Other donors replace lost ones, and verified chunks are kept.
 
-        Donors that send nothing are skipped if other peers have a state.
+        Donors that fail are skipped if other peers have a state.
         """
         context, restored = self._context, self._restored
         if restored is not None:
@@ -386,7 +386,7 @@ class Joining:
         for donor in donors:
             self._skip_one(donor)
         if self._donors():
-            logger.warning("%d peers send nothing of the state that they announce; trying other peers", len(donors))
+            logger.warning("%d peers failed to send the state that they announce; trying other peers", len(donors))
             return True
         self._skipped = before
         return False

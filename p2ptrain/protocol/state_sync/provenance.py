@@ -119,11 +119,16 @@ async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) 
     return signed
 
 
-async def ask_heads(context: RoundContext, donors: Sequence[Link], times_overtaken: int) -> tuple[Link, SignedHead]:
+async def ask_heads(
+    context: RoundContext, donors: Sequence[Link], times_overtaken: int, least: int = 1
+) -> tuple[Link, SignedHead]:
     """The head that more than half of the first `MOST_ASKED` donors have, and the first donor that has it.
 
     Takes as long as `ask_head`, or until more than half agree. A donor that is lost does not count, one that cannot
     answer now does: a liar may always answer.
+
+    Args:
+        least: how many must have that head.
 
     Raises NotNowError if they do not agree now, PeerLostError, WireError if all are lost.
     """
@@ -140,16 +145,18 @@ async def ask_heads(context: RoundContext, donors: Sequence[Link], times_overtak
             lost.append(error)
         else:
             votes[_without_votes(signed.head)] += 1
-            if 2 * max(votes.values()) > len(asked):
+            if 2 * max(votes.values()) > len(asked) and max(votes.values()) >= least:
                 nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
         for donor in asked:
             nursery.start_soon(ask, donor)
     for best, signed in heads.items():
-        if 2 * votes[_without_votes(signed.head)] > len(heads) + len(not_now):
+        count = votes[_without_votes(signed.head)]
+        if 2 * count > len(heads) + len(not_now) and count >= least:
             return best, signed
-    if len(heads) > 1:
+    if heads:
+        # Next time they are asked to delay their round, so that they can agree.
         raise OvertakenError(
             "the peers that were asked show different states. If they still do after a minute, one lies: name a member "
             "in --initial-peers"

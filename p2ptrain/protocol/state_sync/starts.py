@@ -66,9 +66,7 @@ class Starts:
         here, there = self._links_in(other)
         return there > here and not self._context.links.chosen and not self._started_here()
 
-    def follows(
-        self, donor: Link | None, other: Head | Beat, founder: PeerId = "", proof: Proof = "unbroken"
-    ) -> bool | None:
+    def follows(self, donor: Link | None, other: Head | Beat, founder: PeerId, proof: Proof) -> bool | None:
         """Whether we, without a round, go to the start of a peer, or (None) of our user; None if histories decide.
 
         Args:
@@ -80,7 +78,7 @@ class Starts:
         if self._goes_with_founder(donor):
             return True
         both_are_ours = founder in ("", self._context.peer_id) and self.founder == self._context.peer_id
-        # An unbroken one has our signature on its first round. Any other is larger, or a liar's.
+        # Our signature on its first round suffices; otherwise it must be larger.
         if both_are_ours and ((proof == "unbroken" and other.round >= 0) or self._goes_back(donor, other)):
             return bool(proof)
         # Of a founder that the user named, histories do not decide: it may still come back to our start.
@@ -88,8 +86,8 @@ class Starts:
             return None
         return bool(proof) and self._follows_stranger(other)
 
-    def is_early(self, donor: Link) -> bool:
-        """Whether we may go to this peer's start later, once we have met more of those who are in it."""
+    def is_newly_linked(self, donor: Link) -> bool:
+        """Whether others of this peer's start, who would count, may not be linked yet."""
         return trio.current_time() - donor.opened_s < GOES_BACK_AFTER_S
 
     def joined(self, donor: Link, founder: PeerId) -> None:
@@ -129,7 +127,7 @@ class Starts:
 
     def _goes_back(self, donor: Link, other: Head | Beat) -> bool:
         """Whether another start of our own is larger, and we have had the time to meet those who are in it."""
-        return not self.is_early(donor) and self._is_larger(other)
+        return not self.is_newly_linked(donor) and self._is_larger(other)
 
     def _goes_with_founder(self, donor: Link) -> bool:
         """Whether to go with the founder of our start to the one where it is, as it does not come back.

@@ -137,13 +137,15 @@ class StateSync:
         """Whether a partner claims a state that we could adopt.
 
         A start that we would not follow is not asked for its head: a refusal would be followed by a pause, in which it
-        might become the larger one.
+        might become the larger one. Its history is asked for only after that, so the best is assumed.
         """
         beat, head = link.beat, self._driver.head
         if beat is None or not self._driver.may_follow(link):
             return False
         is_other_start = is_fresh(head, self._context.run) and beat.genesis != head.genesis
-        return not is_other_start or (self._starts.follows(link, beat) is not False and not self._is_behind())
+        return not is_other_start or (
+            self._starts.follows(link, beat, "", "unbroken") is not False and not self._is_behind()
+        )
 
     def _is_behind(self) -> bool:
         """Whether peers in our start of the run claim a later state, or another lineage."""
@@ -195,7 +197,7 @@ class StateSync:
                     if await self._replace_from(donor, reason):
                         self._driver.trust_claims(donor.peer_id)
                         return True
-                    self._outcome = "" if self._starts.is_early(donor) else "refused"
+                    self._outcome = "" if self._starts.is_newly_linked(donor) else "refused"
                 except (PeerLostError, RunMismatchError) as error:
                     logger.info("catching up with %s failed: %s", donor.peer_id, error)
                     if isinstance(error, NotNowError):
@@ -287,9 +289,9 @@ class StateSync:
             return ""  # it is not asked for
         links = [link for link in self._context.links.trainers() if link.beat and link.beat.lineage == head.lineage]
         if len(links) < 2:
-            return ""
+            return ""  # one alone may be a liar
         self._rng.shuffle(links)
-        _, shown_by_most = await ask_heads(self._context, links, self._times_overtaken)
+        _, shown_by_most = await ask_heads(self._context, links, self._times_overtaken, least=2)
         return "shown by most" if is_same(head, shown_by_most.head) else ""
 
     def _prefers(self, donor: Link | None, founder: PeerId, head: Head, entries: Sequence[Entry], proof: Proof) -> bool:

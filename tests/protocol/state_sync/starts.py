@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from typing import Literal
 
 import msgspec
 
@@ -47,11 +48,11 @@ def made_up_round(driver: RoundDriver, lineage: str, round_: int) -> Entry:
     return Entry(Commit(record, Attempt(1, *own), (Vote(*own, prover.signed_ready(ready).signature),)), None)
 
 
-async def lie(s: Swarm, name: str, how: str, last: int = 1000) -> Head:
+async def lie(s: Swarm, name: str, how: Literal["rooted", "unrooted", "theirs"], last: int = 1000) -> Head:
     """A peer shows made-up rounds of the start whose genesis it has: all from the genesis on, or the last one only.
 
     Args:
-        how: "rooted" (50 rounds) and "unrooted", in a lineage of its own, or "ours", in that of the others.
+        how: "rooted" (50 rounds) and "unrooted", in a lineage of its own, or "theirs", in that of the others.
         last: the made-up round, if it is the only one.
     """
     driver = s.peers[name].node.driver
@@ -63,7 +64,7 @@ async def lie(s: Swarm, name: str, how: str, last: int = 1000) -> Head:
         driver.context.state.rehash()
         hashes = driver.context.state.hashes
         founding = prover.founding(driver.head.genesis, -1, "0" * 64)
-        lineage = driver.head.lineage if how == "ours" else lineage_of(founding)
+        lineage = driver.head.lineage if how == "theirs" else lineage_of(founding)
         entries = [Entry(None, genesis), Entry(None, founding)] if how == "rooted" else []
         for round_ in range(50) if how == "rooted" else (last,):
             entries.append(made_up_round(driver, lineage, round_))

@@ -50,7 +50,7 @@ def test_a_joiner_waits_for_members_that_cannot_answer_now(initial_peer: str, se
     async def main() -> None:
         async with swarm(PLAIN, seed=seed) as s:
             await start_with_stranger(s, "abcd")
-            await lie(s, "x", "ours", AHEAD)
+            await lie(s, "x", "theirs", AHEAD)
             mirror(s)
             s.worker.work_s = 0.3
             await s.until(lambda: any(s.peers[name].node.driver.committer.stepping for name in "abcd"))
@@ -97,7 +97,7 @@ def test_of_one_member_and_one_stranger_a_joiner_believes_neither_and_says_so() 
     async def main() -> None:
         async with swarm(PLAIN) as s:
             await start_with_stranger(s, "a")
-            await lie(s, "x", "ours", AHEAD)
+            await lie(s, "x", "theirs", AHEAD)
             mirror(s)
             await trio.sleep(2)
             e = s.start("e", chosen=["bootstrap"])
@@ -144,7 +144,7 @@ def test_a_peer_hears_the_members_before_it_takes_the_state_of_the_nearest(is_re
     async def main() -> None:
         async with swarm(PLAIN, seed=seed) as s:
             await start_with_stranger(s, "abcd")
-            await lie(s, "x", "ours", AHEAD)
+            await lie(s, "x", "theirs", AHEAD)
             s.network.latency = lambda a, b: 0.005 if "x" in (a, b) else 0.15  # type: ignore[method-assign]
             saved = checkpoint_of(s, "d")
             if is_restarted:

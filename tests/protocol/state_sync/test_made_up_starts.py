@@ -32,7 +32,7 @@ def test_one_stranger_wins_no_peer_of_a_larger_start() -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("how", ["rooted", "unrooted", "ours"])
+@pytest.mark.parametrize("how", ["rooted", "unrooted", "theirs"])
 @pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
 @pytest.mark.parametrize("seed", range(2))
 def test_made_up_rounds_take_neither_a_restarted_founder_nor_its_members(
@@ -75,7 +75,7 @@ def test_a_joiner_takes_the_state_that_most_members_have(lead: int, seed: int) -
             for peer in s.peers.values():
                 peer.paused = True  # no round comes while the newcomer joins
             await trio.sleep(1)
-            await lie(s, "x", "ours", s.peers["a"].node.driver.head.round + lead)
+            await lie(s, "x", "theirs", s.peers["a"].node.driver.head.round + lead)
             e = s.start("e", chosen=["bootstrap"])
             await s.until(e.node.ready.is_set, within_s=30)
             assert e.node.driver.head.state_hash == s.peers["a"].node.driver.head.state_hash

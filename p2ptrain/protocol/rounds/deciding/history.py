@@ -107,7 +107,7 @@ def is_rooted(entries: Sequence[Entry], genesis: str) -> bool:
 
 
 def is_unbroken(entries: Sequence[Entry], genesis: str) -> bool:
-    """Whether a history is rooted, and each round was signed by a quorum since: first of all by the founder."""
+    """Whether a history is rooted and holds only rounds after the genesis; the founder signed the first."""
     return is_rooted(entries, genesis) and all(entry.commit is not None for entry in entries[1:])
 
 

@@ -18,6 +18,7 @@ from p2ptrain.protocol.rounds.deciding.history import (
     is_better,
     is_continued,
     is_rooted,
+    is_unbroken,
     leads_to,
     lineage_of,
     merged,
@@ -187,6 +188,14 @@ def test_a_history_is_rooted_if_it_begins_where_the_run_was_founded() -> None:
     assert is_rooted(past.entries[:1], past.genesis_id)
     for entries in ([], past.entries[1:], Past(DIGEST, "x").entries):
         assert not is_rooted(entries, past.genesis_id)
+
+
+def test_a_history_is_unbroken_if_nobody_has_founded_a_lineage_in_it() -> None:
+    past = common()
+    assert is_unbroken(past.commit("abcd", "abc").entries, past.genesis_id)
+    assert is_unbroken(past.entries[:1], past.genesis_id)
+    assert not is_unbroken(past.found("x").commit("x").entries, past.genesis_id)
+    assert not is_unbroken(past.entries[1:], past.genesis_id)
 
 
 def test_of_two_starts_without_a_proof_the_larger_one_goes_on_whatever_its_rank() -> None:

@@ -22,7 +22,7 @@ from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.node.node import STAY_S
 from p2ptrain.protocol.node.runner import NodeRunner
-from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 
 logger = logging.getLogger(__name__)
 

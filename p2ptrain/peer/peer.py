@@ -35,7 +35,7 @@ from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.os_memory import release_unused
 from p2ptrain.protocol.restarts import incarnation_of
-from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.rounds.deciding.history import RECENT_ENTRIES, History, leads_to
 from p2ptrain.protocol.rounds.deciding.lineage import check_head
 from p2ptrain.protocol.rounds.deciding.record import MOST_COUNT
-from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.wire.messages import Head, SavedHistory, pack, unpack
 
 Array = npt.NDArray[np.float32]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S
-from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import BulkTransport, Directory, PeerId, Refusal, Transport, no_refusal

@@ -17,7 +17,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.restarts import Restarts
-from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.wire.transport import Compute
 
 logger = logging.getLogger(__name__)

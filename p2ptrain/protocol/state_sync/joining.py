@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
 
 import trio
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, TransientError, WireError
-from p2ptrain.protocol.anchor import AnchorState, check_founding
+from p2ptrain.protocol.anchor import check_founding
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.nursery import nursery_raising
-from p2ptrain.protocol.rounds.deciding.history import History, is_better, leads_to, merged, shared
-from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS, is_fresh
+from p2ptrain.protocol.rounds.deciding.history import History, merged
+from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS
 from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.state_sync.checkpoint import Checkpoint, Restored
 from p2ptrain.protocol.state_sync.provenance import (
     MOST_ASKED,
     NotNowError,
     OvertakenError,
     Pins,
-    ask_head,
     ask_heads,
     ask_history,
     delaying_rounds,
     rank_of,
 )
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, land_state
-from p2ptrain.protocol.wire.messages import Beat, Entry, Head, SignedHead
+from p2ptrain.protocol.wire.messages import Beat, Entry, SignedHead
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -45,31 +44,18 @@ ADOPT_TIMEOUT_S = 120.0
 DONOR_PATIENCE_S = 20.0
 # A joiner waits this long for the user's initial peers before it takes the state from others (guess).
 CHOSEN_FIRST_S = 5.0
+# The same for the directory's answer: before it, only those who have dialled the joiner are known (guess).
+LOOK_UP_FIRST_S = 30.0
 # If several peers have checkpoints, each waits this long for every peer with a lower id, which may still compare its
 # state with that of others. At most `MAX_TURNS` times, as any peer can claim to have a checkpoint.
 RESTORE_TURN_S = 5.0
+# A peer whose history does not continue our checkpoint is compared with it again after this long: long enough to hear
+# all others meanwhile, also where rounds are short (guess).
+COMPARE_AGAIN_S = 15.0
 # Pause between attempts to get a state. A round may come first in any of them.
 RETRY_S = 0.1
 # The same after donors were lost.
 LOST_RETRY_S = 0.5
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The state from a checkpoint, with the history that leads to it. It may be newer or older than the swarm's.
-
-    Attributes:
-        ours: whether it is the state of this process's last node, which failed. It is not compared with the pins again,
-            as the pinned record may be older than the history.
-        from_initial_peer: of such a state, whether it came from a peer that the user named.
-    """
-
-    state: AnchorState
-    head: Head
-    run_step: int
-    history: History
-    ours: bool = False
-    from_initial_peer: bool = False
 
 
 class Joining:
@@ -105,9 +91,10 @@ class Joining:
         self._pins = pins
         self._download: Download | None = None
         self._times_overtaken = 0
-        # Peers whose state is not taken: in this lineage, or only at this round of it (if not None).
-        self._skipped: set[tuple[PeerId, str, int | None]] = set()
-        self._is_ahead = False
+        # Peers whose state is not taken in a lineage, and until when.
+        self._skipped: dict[tuple[PeerId, str], float] = {}
+        self._checkpoint = None if restored is None else Checkpoint(restored, driver.context)
+        self._looked_up_s = math.inf
 
     @property
     def genesis(self) -> str:
@@ -132,8 +119,8 @@ class Joining:
             if donors and not self._may_choose(started):
                 await trio.sleep(RETRY_S)
                 continue
-            if donors and self._restored is not None:
-                match await self._compared(donor := self._rng.choice(donors), self._restored):
+            if donors and self._checkpoint is not None:
+                match await self._checkpoint.compare(donor := self._rng.choice(donors)):
                     case "ours":
                         self._skip_one(donor, only_now=True)
                         continue
@@ -145,9 +132,10 @@ class Joining:
                         continue
                     case "not now":
                         break
-            if donors:
-                await self._adopt(donors)
+            if donors and await self._adopt(donors):
                 return
+            if donors:
+                continue
             if self._should_found(started):
                 break
             await trio.sleep(RETRY_S)
@@ -182,7 +170,8 @@ class Joining:
         """
         membership, waited_s = self._membership, trio.current_time() - started
         looked_up = membership.looked_up_again.is_set() and not membership.undecided
-        if not looked_up and not self._is_ahead:
+        is_ahead = self._checkpoint is not None and self._checkpoint.is_ahead
+        if not looked_up and not is_ahead:
             if waited_s > ADOPT_TIMEOUT_S and membership.undecided:
                 raise TransientError(
                     f"run {self._context.run.run_id!r}: more peers are announced than could be tried within "
@@ -209,69 +198,22 @@ class Joining:
         chosen = [link for link in self._context.links.trainers() if link.peer_id in self._context.links.chosen]
         if chosen:
             return any(link.beat for link in chosen)
-        if trio.current_time() - started > CHOSEN_FIRST_S:
+        membership, now = self._membership, trio.current_time()
+        if not membership.looked_up.is_set():
+            return now - started > LOOK_UP_FIRST_S
+        self._looked_up_s = min(self._looked_up_s, now)
+        if now - self._looked_up_s > CHOSEN_FIRST_S:
             return True
-        membership = self._membership
-        if not membership.looked_up.is_set() or membership.awaits(self._context.links.chosen):
+        if membership.awaits(self._context.links.chosen):
             return False
         # The nearest peer may be a stranger: the others are heard, too, to count them.
         heard = [link.beat is not None for link in self._context.links.trainers()]
         return sum(heard) >= MOST_ASKED or (all(heard) and not membership.undecided)
 
-    async def _compared(self, donor: Link, restored: Restored) -> Literal["ours", "theirs", "unknown", "not now"]:
-        """Which state continues: that of our checkpoint, or the donor's. "unknown" if the two cannot be compared.
-
-        "not now" if the donor cannot prove its state at the moment, as it may be about to begin a lineage: ask again.
-        """
-        ours = restored.history.entries
-        try:
-            signed = await ask_head(self._context, donor)
-            theirs = await ask_history(self._context, donor, signed.head, ours)
-        except (PeerLostError, WireError) as error:
-            logger.info("comparing the checkpoint with the state of %s: %s", donor.peer_id, error)
-            return "not now" if isinstance(error, NotNowError) else "unknown"
-        if shared(ours, theirs) is not None:
-            if leads_to(ours, signed.head) or is_better(ours, theirs, self._elsewhere(signed.head)):
-                return "theirs"
-            self._is_ahead = True
-            return "ours"
-        if self._joins_anew(restored):
-            return "theirs"
-        if donor.peer_id in self._context.links.chosen:
-            logger.warning(
-                "the checkpoint is of another start of run %r, or too old to be compared; taking the state of initial "
-                "peer %s",
-                self._context.run.run_id,
-                donor.peer_id,
-            )
-            return "theirs"
-        logger.warning(
-            "%s has a state of run %r that does not continue the checkpoint, so it is ignored. If it is your run, give "
-            "that peer in --initial-peers",
-            donor.peer_id,
-            self._context.run.run_id,
-        )
-        return "unknown"
-
-    def _elsewhere(self, head: Head) -> set[PeerId]:
-        """Linked peers that have not gone to a head's lineage: the word of voters of ours counts against it."""
-        return {
-            link.peer_id for link in self._context.links.trainers() if link.beat and link.beat.lineage != head.lineage
-        }
-
-    def _joins_anew(self, restored: Restored) -> bool:
-        """Whether a checkpoint counts for no more than joining for the first time, as nothing was averaged yet.
-
-        Not if our user started the run, or the state is that of an initial peer.
-        """
-        genesis, context = restored.history.genesis, self._context
-        started_here = not context.links.chosen and genesis is not None and genesis.founder == context.peer_id
-        return is_fresh(restored.head, context.run) and not started_here and not restored.from_initial_peer
-
     def _donors(self) -> list[Link]:
-        """Live peers with the best state that are not skipped: an initial peer's, else that of the largest lineage.
+        """Live peers to take a state from: those with an initial peer's, else all of the largest lineage.
 
-        Of a lineage the round that most of them show: one alone may claim any.
+        Of lineages that are as large, the peers of all: they must agree, as any peer may claim any lineage.
         """
         stateful = [
             (link, link.beat)
@@ -283,15 +225,15 @@ class Joining:
         chosen = [pair for pair in stateful if pair[0].peer_id in self._context.links.chosen]
         # Peers only claim their tokens, but we count links ourselves.
         linked = Counter(beat.lineage for _, beat in stateful)
-        shown = Counter((beat.lineage, beat.round) for _, beat in chosen or stateful)
-        _, best = max(
-            chosen or stateful,
-            key=lambda pair: (linked[pair[1].lineage], shown[pair[1].lineage, pair[1].round], rank_of(pair[1])),
-        )
-        return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
+        if chosen:
+            _, best = max(chosen, key=lambda pair: (linked[pair[1].lineage], rank_of(pair[1])))
+            return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
+        return [link for link, beat in stateful if linked[beat.lineage] == max(linked.values())]
 
-    async def _adopt(self, donors: list[Link]) -> None:
+    async def _adopt(self, donors: list[Link]) -> bool:
         """Adopt the donors' state. Other donors replace lost ones, and verified chunks are kept.
+
+        False if none is left with a state that continues our checkpoint.
 
         Donors that fail are skipped if other peers have a state.
         """
@@ -299,15 +241,16 @@ class Joining:
         if restored is not None:
             context.state.copy_from(restored.state)
         download = self._download = Download(context, context.state)
-        progress, progress_s = 0, trio.current_time()
+        progress, progress_s, silent = 0, trio.current_time(), set[PeerId]()
         while True:
             try:
                 self._rng.shuffle(donors)
                 # The first donor's head is adopted. The others only give bytes that match its hashes.
                 donors.sort(key=lambda donor: donor.peer_id not in context.links.chosen)
-                # The user's initial peer is believed alone.
-                is_named = donors[0].peer_id in context.links.chosen
-                best, adopted = await ask_heads(context, donors[:1] if is_named else donors, self._times_overtaken)
+                # One alone is believed if the user named it, or if its history must go on from our checkpoint.
+                is_checked = self._checkpoint is not None and not self._checkpoint.joins_anew
+                asked = donors[:1] if is_checked or donors[0].peer_id in context.links.chosen else donors
+                best, adopted = await ask_heads(context, asked, self._times_overtaken, silent=silent)
                 donors.insert(0, donors.pop(donors.index(best)))
                 entries = await self._fetch(download, donors, adopted)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
@@ -323,10 +266,8 @@ class Joining:
                 self._times_overtaken += isinstance(error, OvertakenError)
                 if download.done_chunks > progress:
                     progress, progress_s = download.done_chunks, trio.current_time()
-                is_stuck = trio.current_time() - progress_s > DONOR_PATIENCE_S
-                if (is_stuck and self._skip(donors)) or (download.failed and self._skip(download.failed)):
+                if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._skip(donors):
                     progress, progress_s = 0, trio.current_time()
-                download.failed.clear()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
                     raise TransientError(
                         f"run {context.run.run_id!r}: received {100 * download.progress:.0f} % of its state, then "
@@ -334,6 +275,9 @@ class Joining:
                         f"(last: {error})"
                     ) from None
                 await trio.sleep(RETRY_S if isinstance(error, NotNowError) else LOST_RETRY_S)
+                if restored is not None and not self._donors():
+                    self._download = None
+                    return False
                 donors = self._donors() or donors
         self._download = None
         self._skipped.clear()
@@ -345,6 +289,7 @@ class Joining:
             )
         else:
             await land_state(self._driver, self._record, "write", "adopted the swarm's state")
+        return True
 
     async def _fetch(self, download: Download, donors: list[Link], signed: SignedHead) -> list[Entry]:
         """Download the state of the first donor's head, and return its history. Raises PeerLostError, WireError."""
@@ -357,10 +302,10 @@ class Joining:
             # Their part alone may begin after the pinned record, as it begins at an entry of ours.
             found = merged(ours, theirs)
             self._pins.check(signed.genesis, found)
-            is_chosen = donors[0].peer_id in self._context.links.chosen
-            may_differ = restored is None or is_chosen or self._joins_anew(restored)
-            if not may_differ and shared(ours, theirs) is None:
-                raise PeerLostError(f"{donors[0].peer_id}: its history is not that of our checkpoint")
+            checkpoint = self._checkpoint
+            if checkpoint is not None and checkpoint.continues(donors[0], signed.head, theirs) != "theirs":
+                self._skip_one(donors[0], only_now=True)
+                raise PeerLostError(f"{donors[0].peer_id}: its history does not continue our checkpoint")
             entries.extend(found)
 
         self._pins.check_founder(signed.genesis)
@@ -373,16 +318,17 @@ class Joining:
         return entries
 
     def _is_skipped(self, peer_id: PeerId, beat: Beat) -> bool:
-        return not self._skipped.isdisjoint({(peer_id, beat.lineage, None), (peer_id, beat.lineage, beat.round)})
+        return trio.current_time() < self._skipped.get((peer_id, beat.lineage), 0.0)
 
     def _skip_one(self, donor: Link, *, only_now: bool = False) -> None:
-        """Do not take this peer's state in its lineage, or (`only_now`) until it lands another round."""
+        """Do not take this peer's state in its lineage, or (`only_now`) for COMPARE_AGAIN_S."""
         if donor.beat is not None:
-            self._skipped.add((donor.peer_id, donor.beat.lineage, donor.beat.round if only_now else None))
+            until_s = trio.current_time() + COMPARE_AGAIN_S if only_now else math.inf
+            self._skipped[donor.peer_id, donor.beat.lineage] = until_s
 
-    def _skip(self, donors: Collection[Link]) -> bool:
+    def _skip(self, donors: list[Link]) -> bool:
         """Skip these donors, unless no other peer has a state: then returns False."""
-        before = set(self._skipped)
+        before = dict(self._skipped)
         for donor in donors:
             self._skip_one(donor)
         if self._donors():

@@ -6,7 +6,6 @@ The word of one peer is not enough: a head has the signatures of its voters, and
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from p2ptrain.protocol.rounds.deciding.history import (
     RECENT_ENTRIES,
     check_entries,
     check_genesis,
+    goes_on,
     is_better,
     is_continued,
     leads_to,
@@ -120,21 +120,34 @@ async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) 
 
 
 async def ask_heads(
-    context: RoundContext, donors: Sequence[Link], times_overtaken: int, least: int = 1
+    context: RoundContext, donors: Sequence[Link], times_overtaken: int, *, silent: set[PeerId], least: int = 1
 ) -> tuple[Link, SignedHead]:
-    """The head that more than half of the first `MOST_ASKED` donors have, and the first donor that has it.
+    """The head that more than half of the first `MOST_ASKED` donors have or lead to, and a donor that has it.
 
-    Takes as long as `ask_head`, or until more than half agree. A donor that is lost does not count, one that cannot
-    answer now does: a liar may always answer.
+    A head leads to another one if that one's history goes on from it by committed rounds. A donor that cannot answer
+    now counts, as a liar may always answer; one that is lost does not. Takes at most 60 s.
 
     Args:
-        least: how many must have that head.
+        silent: donors that were linked and did not answer earlier, and are only asked if there are no others; those
+            that do not answer now are added.
+        least: how many must have that head or lead to it.
 
     Raises NotNowError if they do not agree now, PeerLostError, WireError if all are lost.
     """
-    asked, lost, not_now = donors[:MOST_ASKED], list[Exception](), list[NotNowError]()
+    asked = ([donor for donor in donors if donor.peer_id not in silent] or list(donors))[:MOST_ASKED]
+    lost, not_now = list[Exception](), list[NotNowError]()
     heads: dict[Link, SignedHead] = {}
-    votes: Counter[Head] = Counter()
+    agreed: list[tuple[Link, SignedHead]] = []
+    began_s = trio.current_time()
+
+    def note_silent(donor: Link) -> None:
+        if context.links.get(donor.peer_id) is donor and trio.current_time() - began_s >= HEAD_TIMEOUT_S:
+            silent.add(donor.peer_id)
+
+    def agree(donor: Link, count: int, of: int) -> None:
+        if 2 * count > of and count >= least:
+            agreed.append((donor, heads[donor]))
+            nursery.cancel_scope.cancel()
 
     async def ask(donor: Link) -> None:
         try:
@@ -143,19 +156,31 @@ async def ask_heads(
             not_now.append(error)
         except (PeerLostError, WireError) as error:
             lost.append(error)
+            note_silent(donor)
         else:
-            votes[_without_votes(signed.head)] += 1
-            if 2 * max(votes.values()) > len(asked) and max(votes.values()) >= least:
-                nursery.cancel_scope.cancel()
+            agree(donor, sum(is_same(signed.head, other.head) for other in heads.values()), len(asked))
+
+    async def ask_back(donor: Link, head: Head) -> None:
+        try:
+            entries = await ask_history(context, donor, head, ())
+        except (PeerLostError, WireError):
+            note_silent(donor)
+        else:
+            leading = sum(is_same(head, other.head) or goes_on(entries, other.head) for other in heads.values())
+            agree(donor, leading, len(heads) + len(not_now))
 
     async with trio.open_nursery() as nursery:
         for donor in asked:
             nursery.start_soon(ask, donor)
-    for best, signed in heads.items():
-        count = votes[_without_votes(signed.head)]
-        if 2 * count > len(heads) + len(not_now) and count >= least:
-            return best, signed
-    if heads:
+    for donor, signed in heads.items():
+        agree(donor, sum(is_same(signed.head, other.head) for other in heads.values()), len(heads) + len(not_now))
+    if not agreed and len(heads) > 1:
+        async with trio.open_nursery() as nursery:
+            for donor, signed in heads.items():
+                nursery.start_soon(ask_back, donor, signed.head)
+    if agreed:
+        return agreed[0]
+    if len(heads) > 1 or least > len(heads) > 0:
         # Next time they are asked to delay their round, so that they can agree.
         raise OvertakenError(
             "the peers that were asked show different states. If they still do after a minute, one lies: name a member "

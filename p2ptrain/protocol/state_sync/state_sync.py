@@ -21,7 +21,8 @@ from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.deciding.proof import is_quorum
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.schedule import FOLLOWING_PATIENCE_S
-from p2ptrain.protocol.state_sync.joining import Joining, Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
+from p2ptrain.protocol.state_sync.joining import Joining
 from p2ptrain.protocol.state_sync.provenance import (
     NotNowError,
     OvertakenError,
@@ -225,7 +226,7 @@ class StateSync:
             signed = await ask_head(context, donor, self._times_overtaken)
             head = signed.head
             entries = await ask_history(context, donor, head, driver.history.entries)
-            proof = await self._proof(head, entries)
+            proof = await self._proof(donor, head, entries)
             if not self._prefers(donor, signed.genesis.founder, head, entries, proof):
                 self._download = None
                 return False
@@ -239,12 +240,14 @@ class StateSync:
             if head.state_hash != driver.head.state_hash:
                 # Into a second state, so that ours remains valid if the download fails.
                 self._download = self._download or Download(context, context.state.blank())
-                donors = [
+                others = [
                     link
                     for link in context.links.trainers()
-                    if link.beat and (link.beat.lineage, link.beat.round) == (head.lineage, head.round)
+                    if link.beat
+                    and (link.beat.lineage, link.beat.round) == (head.lineage, head.round)
+                    and link is not donor
                 ]
-                await self._run_download(self._download, head, donors or [donor])
+                await self._run_download(self._download, head, [donor, *others])
         async with driver.paused():
             is_other_start = head.genesis != driver.head.genesis
             has_left = is_other_start and (donor.beat is None or donor.beat.genesis != head.genesis)
@@ -281,18 +284,22 @@ class StateSync:
         if scope.cancelled_caught:
             raise PeerLostError(f"the state of another start did not come within {FOLLOWING_PATIENCE_S:.0f} s")
 
-    async def _proof(self, head: Head, entries: Sequence[Entry]) -> Proof:
+    async def _proof(self, donor: Link, head: Head, entries: Sequence[Entry]) -> Proof:
         """What proves the history of another start of the run. Raises as `ask_heads`."""
         if is_rooted(entries, head.genesis):
-            return "unbroken" if is_unbroken(entries, head.genesis) else "rooted"
+            # Anybody may show the rounds of a start that its members have given up.
+            is_voter = donor.peer_id in {peer_id for peer_id, _ in head.voters}
+            return "unbroken" if is_voter and is_unbroken(entries, head.genesis) else "rooted"
         if head.genesis == self._driver.head.genesis or not is_fresh(self._driver.head, self._context.run):
             return ""  # it is not asked for
         links = [link for link in self._context.links.trainers() if link.beat and link.beat.lineage == head.lineage]
         if len(links) < 2:
             return ""  # one alone may be a liar
         self._rng.shuffle(links)
-        _, shown_by_most = await ask_heads(self._context, links, self._times_overtaken, least=2)
-        return "shown by most" if is_same(head, shown_by_most.head) else ""
+        _, shown_by_most = await ask_heads(self._context, links, self._times_overtaken, silent=set(), least=2)
+        if not is_same(head, shown_by_most.head):
+            raise PeerLostError(f"most peers of its lineage show another head than {donor.peer_id}")
+        return "shown by most"
 
     def _prefers(self, donor: Link | None, founder: PeerId, head: Head, entries: Sequence[Entry], proof: Proof) -> bool:
         """Whether to go on from a partner's head, or (None) from what our user gave.

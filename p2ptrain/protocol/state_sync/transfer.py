@@ -142,7 +142,7 @@ class Download:
 
     Attributes:
         done_chunks: how many are verified.
-        failed: donors that did not answer, or sent something else.
+        failed: donors that did not answer, or sent something else. They are not asked again, but for the first one.
     """
 
     def __init__(self, context: RoundContext, state: AnchorState) -> None:
@@ -160,11 +160,12 @@ class Download:
         return self.done_chunks / self.state.num_chunks
 
     async def run(self, head: Head, donors: Sequence[Link]) -> None:
-        """Fetch the state of `head`. Call it again with other donors after an error.
+        """Fetch the state of `head`, which the first donor has. Call it again with other donors after an error.
 
         Raises OvertakenError if a donor has another state by now, PeerLostError if donors fail for other reasons, and
         WireError if the state is not finite.
         """
+        donors = [*donors[:1], *(donor for donor in donors[1:] if donor not in self.failed)]
         hashes = await self._manifest(head, donors)
         if head.record is not None and head.record.parent_hash == self._held_of:
             await self._roll_forward(head.record, donors)
@@ -245,6 +246,8 @@ class Download:
             except (PeerLostError, WireError) as error:
                 logger.info("manifest from %s: %s", donor.peer_id, error)
                 overtaken = overtaken or isinstance(error, OvertakenError)
+                if not isinstance(error, OvertakenError):
+                    self.failed.add(donor)
                 continue
             if self.state.combine(hashes).state == head.state_hash:
                 return hashes

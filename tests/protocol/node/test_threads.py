@@ -26,7 +26,7 @@ from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.rounds.landing import commit
 from p2ptrain.protocol.rounds.moving import audit
-from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import Shapes, load_no_buffers
 

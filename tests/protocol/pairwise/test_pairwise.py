@@ -26,7 +26,7 @@ from p2ptrain.protocol.pairwise.matching import Matching
 from p2ptrain.protocol.pairwise.pairwise import PAUSE_ROUND_TRIPS, Pairwise
 from p2ptrain.protocol.pairwise.swap import PartnerWeights
 from p2ptrain.protocol.rounds.deciding.grid import Grid
-from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Attempt, Call, PairOffer, PairWeights, Request
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import Swarm, TestPeer, run_virtual, swarm

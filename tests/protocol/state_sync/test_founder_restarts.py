@@ -307,3 +307,34 @@ def test_members_whose_histories_no_longer_reach_the_genesis_are_believed_togeth
             assert geneses(s, s.peers) == first
 
     run_virtual(main)
+
+
+def test_nobody_leaves_a_new_start_for_an_abandoned_one_that_a_stranger_shows() -> None:
+    """Its rounds are real, and signed by the founder too."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            s.start("a", founder=True, step_s=0.01)
+            await s.until_joined("a")
+            s.start("b", chosen=["a"], step_s=0.01)
+            s.start("x", chosen=["a"])
+            s.peers["x"].paused = True
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "ab"))
+            await trio.sleep(1)
+            old = geneses(s, "a")
+            s.kill("a")
+            s.kill("b")
+            s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+            s.network.partition(["x"], ["a", "b", "c", "d"])
+            await trio.sleep(30)
+            s.start("a", founder=True)
+            await s.until_joined("a")
+            for name in "bcd":
+                s.start(name, chosen=["a"])
+            await s.until_joined("a", "b", "c", "d")
+            new = geneses(s, "abcd")
+            s.network.partition()
+            await trio.sleep(30)
+            assert geneses(s, "abcd") == new != old
+
+    run_virtual(main)

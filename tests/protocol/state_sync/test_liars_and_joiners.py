@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+from collections.abc import Mapping
 
 import msgspec
 import pytest
 import trio
 
+from p2ptrain.memory_network.network import MemoryDirectory
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
 from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
 from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire.messages import Beat, Entry, Request, SignedHead, Vote
 from tests.protocol.state_sync.starts import PLAIN, lie, made_up_round
@@ -40,6 +43,32 @@ def mirror(s: Swarm) -> None:
         return msgspec.structs.replace(own, genesis=head.genesis, lineage=head.lineage, round=head.round)
 
     node.make_beat = beat  # type: ignore[method-assign]
+
+
+async def fork(s: Swarm, saved: Restored) -> str:
+    """The stranger shows the real history up to a checkpoint, and a lineage that it founds with another state after it.
+
+    Returns that lineage.
+    """
+    driver = s.peers["x"].node.driver
+    own, prover, head = driver.context.liveness.own, driver.context.prover, saved.head
+    assert saved.history.genesis is not None
+    s.peers["x"].paused = False
+    async with driver.paused():
+        driver.context.state.anchor[:] = 7.0
+        driver.context.state.rehash()
+        hashes = driver.context.state.hashes
+        founding = prover.founding(head.lineage, head.round, hashes.state)
+        forged = msgspec.structs.replace(
+            head, lineage=lineage_of(founding), state_hash=hashes.state, anchor_hash=hashes.anchor, voters=(own,),
+            commit=None,
+        )  # fmt: skip
+        signed = SignedHead(forged, (Vote(*own, prover.signature_of(forged)),), saved.history.genesis)
+        driver.past_heads = PastHeads()
+        driver.adopt(signed, History(saved.history.genesis, [*saved.history.entries, Entry(None, founding)]))
+    s.peers["x"].paused = True
+    s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+    return forged.lineage
 
 
 @pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
@@ -93,12 +122,14 @@ def test_a_head_with_the_members_state_and_a_voter_of_its_own_is_another_one(ini
     run_virtual(main, seed)
 
 
-def test_of_one_member_and_one_stranger_a_joiner_believes_neither_and_says_so() -> None:
+@pytest.mark.parametrize("round_", ["the member's", "a later one", "a later one of another lineage"])
+def test_of_one_member_and_one_stranger_a_joiner_believes_neither_and_says_so(round_: str) -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
             await start_with_stranger(s, "a")
-            await lie(s, "x", "theirs", AHEAD)
-            mirror(s)
+            await lie(s, "x", "rooted" if "lineage" in round_ else "theirs", AHEAD)
+            if round_ == "the member's":
+                mirror(s)
             await trio.sleep(2)
             e = s.start("e", chosen=["bootstrap"])
             with trio.move_on_after(180):
@@ -107,6 +138,75 @@ def test_of_one_member_and_one_stranger_a_joiner_believes_neither_and_says_so() 
             assert not e.node.ready.is_set()
             assert "name a member in --initial-peers" in "".join(traceback.format_exception(e.error))
             e.error = None
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_members_at_different_rounds_agree_against_a_stranger_at_a_later_one(seed: int) -> None:
+    """One of the two is always behind, as its link is slow: its head is in the history of the other."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=10), seed=seed) as s:
+            await start_with_stranger(s, "ab")
+            await lie(s, "x", "theirs", AHEAD)
+            s.network.latency = lambda a, b: 0.3  # type: ignore[method-assign]
+            for number in range(4):
+                await trio.sleep(1.3 + 0.37 * number)
+                joiner = s.start(f"e{number}", chosen=["bootstrap"])
+                await s.until_joined(joiner.peer_id, within_s=100)
+                assert joiner.node.driver.head.round < AHEAD
+                s.kill(joiner.peer_id)
+
+    run_virtual(main, seed)
+
+
+def test_a_stranger_that_dials_before_the_directory_answers_wins_no_joiner(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookup = MemoryDirectory.lookup
+
+    async def slow(directory: MemoryDirectory, key: str) -> Mapping[str, bytes]:
+        if directory._peer_id == "e":
+            await trio.sleep(6)
+        return await lookup(directory, key)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            await start_with_stranger(s, "abcd")
+            await lie(s, "x", "theirs", AHEAD)
+            for name in "abcd":  # they dial nobody
+                monkeypatch.setattr(s.peers[name].node.membership, "hint", lambda *args, **kwargs: None)
+            monkeypatch.setattr(MemoryDirectory, "lookup", slow)
+            e = s.start("e", chosen=["bootstrap"])
+            while not e.node.links.live:
+                s.peers["x"].node.membership.hint("e", ("/mem/e",))
+                await trio.sleep(0.2)
+            await s.until_joined("e", within_s=100)
+            assert e.node.driver.head.round < AHEAD
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("gap_s", [0, 1, 8])
+def test_a_stranger_takes_no_swarm_whose_members_are_all_restarted(gap_s: float) -> None:
+    """One after the other, from their checkpoints. The lineage that it founded does not begin with their state."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            await start_with_stranger(s, "abc")
+            saved = {name: checkpoint_of(s, name) for name in "abc"}
+            for name in "abc":
+                s.kill(name)
+            lineage = await fork(s, max(saved.values(), key=lambda restored: restored.head.round))
+            await trio.sleep(20)
+            for name in "abc":
+                s.start(name, restored=saved[name], chosen=["bootstrap"])
+                await trio.sleep(gap_s)
+            await s.until_joined("a", "b", "c", within_s=200)
+            await trio.sleep(30)
+            adopted = {
+                event["lineage"] for name in "abc" for event in s.peers[name].events if event["event"] == "adopt"
+            }
+            assert lineage not in adopted
 
     run_virtual(main)
 
@@ -167,31 +267,13 @@ def test_a_restarted_member_leaves_its_voters_for_no_lineage_of_a_stranger(membe
         async with swarm(PLAIN, seed=seed) as s:
             await start_with_stranger(s, members)
             saved = checkpoint_of(s, "d")
-            driver = s.peers["x"].node.driver
-            own, prover, head = driver.context.liveness.own, driver.context.prover, saved.head
-            assert saved.history.genesis is not None
-            s.peers["x"].paused = False
-            async with driver.paused():
-                driver.context.state.anchor[:] = 7.0
-                driver.context.state.rehash()
-                hashes = driver.context.state.hashes
-                founding = prover.founding(head.lineage, head.round, hashes.state)
-                forged = msgspec.structs.replace(
-                    head, lineage=lineage_of(founding), state_hash=hashes.state, anchor_hash=hashes.anchor,
-                    voters=(own,), commit=None,
-                )  # fmt: skip
-                signed = SignedHead(forged, (Vote(*own, prover.signature_of(forged)),), saved.history.genesis)
-                driver.past_heads = PastHeads()
-                entries = [*saved.history.entries, Entry(None, founding)]
-                driver.adopt(signed, History(saved.history.genesis, entries))
-            s.peers["x"].paused = True
-            s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+            lineage = await fork(s, saved)
             s.kill("d")
             s.network.latency = lambda a, b: 0.005 if "x" in (a, b) else 0.1  # type: ignore[method-assign]
             await trio.sleep(1)
             d = s.start("d", chosen=["bootstrap"], restored=saved)
             await s.until_joined("d", within_s=200)
-            assert d.node.driver.head.lineage != forged.lineage
+            assert d.node.driver.head.lineage != lineage
 
     run_virtual(main, seed)
 

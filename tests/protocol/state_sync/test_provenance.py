@@ -11,7 +11,7 @@ from p2ptrain.error_log import innermost
 from p2ptrain.errors import RunMismatchError, TransientError
 from p2ptrain.protocol.rounds.deciding.history import History, name_of
 from p2ptrain.protocol.state_sync import provenance, transfer
-from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
 from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 

@@ -101,6 +101,16 @@ def leads_to(entries: Sequence[Entry], head: Head) -> bool:
     return bool(entries) and place_of(entries[-1]) == Place(head.lineage, head.round, head.voters)
 
 
+def goes_on(entries: Sequence[Entry], head: Head) -> bool:
+    """Whether a history has a head, and only committed rounds after it, each signed by a quorum of voters."""
+    for entry in reversed(entries):
+        if place_of(entry) == Place(head.lineage, head.round, head.voters):
+            return True
+        if entry.commit is None:
+            return False
+    return False
+
+
 def is_rooted(entries: Sequence[Entry], genesis: str) -> bool:
     """Whether a history reaches back to the founding of its run: then each entry is proven, none only claimed."""
     return bool(entries) and name_of(entries[0]) == f"{genesis}/-1"

@@ -51,11 +51,15 @@ LOOK_UP_FIRST_S = 30.0
 RESTORE_TURN_S = 5.0
 # A peer whose history does not continue our checkpoint is compared with it again after this long: long enough to hear
 # all others meanwhile, also where rounds are short (guess).
-COMPARE_AGAIN_S = 15.0
+COMPARE_AGAIN_S = 60.0
 # Pause between attempts to get a state. A round may come first in any of them.
 RETRY_S = 0.1
 # The same after donors were lost.
 LOST_RETRY_S = 0.5
+
+
+class _OtherHistoryError(PeerLostError):
+    """A donor's history does not continue our checkpoint."""
 
 
 class Joining:
@@ -125,7 +129,7 @@ class Joining:
                         self._skip_one(donor, only_now=True)
                         continue
                     case "unknown":
-                        self._skip_one(donor)
+                        self._skip_one(donor, only_now=True)
                         continue
                     case "not now" if trio.current_time() - started < ADOPT_TIMEOUT_S:
                         await trio.sleep(RETRY_S)
@@ -196,8 +200,10 @@ class Joining:
     def _may_choose(self, started: float) -> bool:
         """Whether a donor may be chosen now. The user's initial peers come first, if they answer soon."""
         chosen = [link for link in self._context.links.trainers() if link.peer_id in self._context.links.chosen]
-        if chosen:
-            return any(link.beat for link in chosen)
+        if any(link.beat and link.beat.lineage for link in chosen):
+            return True
+        if not all(link.beat for link in chosen):
+            return False
         membership, now = self._membership, trio.current_time()
         if not membership.looked_up.is_set():
             return now - started > LOOK_UP_FIRST_S
@@ -233,9 +239,8 @@ class Joining:
     async def _adopt(self, donors: list[Link]) -> bool:
         """Adopt the donors' state. Other donors replace lost ones, and verified chunks are kept.
 
-        False if none is left with a state that continues our checkpoint.
-
-        Donors that fail are skipped if other peers have a state.
+        Donors that fail are skipped if other peers have a state. Returns False if none is left whose state continues
+        our checkpoint.
         """
         context, restored = self._context, self._restored
         if restored is not None:
@@ -246,11 +251,11 @@ class Joining:
             try:
                 self._rng.shuffle(donors)
                 # The first donor's head is adopted. The others only give bytes that match its hashes.
-                donors.sort(key=lambda donor: donor.peer_id not in context.links.chosen)
+                donors.sort(key=lambda donor: (donor.peer_id not in context.links.chosen, donor in download.failed))
                 # One alone is believed if the user named it, or if its history must go on from our checkpoint.
                 is_checked = self._checkpoint is not None and not self._checkpoint.joins_anew
                 asked = donors[:1] if is_checked or donors[0].peer_id in context.links.chosen else donors
-                best, adopted = await ask_heads(context, asked, self._times_overtaken, silent=silent)
+                best, adopted = await ask_heads(context, asked, self._times_overtaken, pins=self._pins, silent=silent)
                 donors.insert(0, donors.pop(donors.index(best)))
                 entries = await self._fetch(download, donors, adopted)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
@@ -266,7 +271,9 @@ class Joining:
                 self._times_overtaken += isinstance(error, OvertakenError)
                 if download.done_chunks > progress:
                     progress, progress_s = download.done_chunks, trio.current_time()
-                if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._skip(donors):
+                # Not those that are only busy: a stranger may wait for that.
+                stuck = [donor for donor in donors if donor.peer_id in silent or donor in download.failed]
+                if trio.current_time() - progress_s > DONOR_PATIENCE_S and stuck and self._skip(stuck):
                     progress, progress_s = 0, trio.current_time()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
                     raise TransientError(
@@ -275,7 +282,7 @@ class Joining:
                         f"(last: {error})"
                     ) from None
                 await trio.sleep(RETRY_S if isinstance(error, NotNowError) else LOST_RETRY_S)
-                if restored is not None and not self._donors():
+                if isinstance(error, _OtherHistoryError) and not self._donors():
                     self._download = None
                     return False
                 donors = self._donors() or donors
@@ -298,14 +305,18 @@ class Joining:
 
         async def fetch_history() -> None:
             ours = restored.history.entries if restored is not None else ()
-            theirs = await ask_history(self._context, donors[0], signed.head, ours)
+            try:
+                theirs = await ask_history(self._context, donors[0], signed.head, ours)
+            except (PeerLostError, WireError):
+                download.failed.add(donors[0])
+                raise
             # Their part alone may begin after the pinned record, as it begins at an entry of ours.
             found = merged(ours, theirs)
             self._pins.check(signed.genesis, found)
             checkpoint = self._checkpoint
             if checkpoint is not None and checkpoint.continues(donors[0], signed.head, theirs) != "theirs":
                 self._skip_one(donors[0], only_now=True)
-                raise PeerLostError(f"{donors[0].peer_id}: its history does not continue our checkpoint")
+                raise _OtherHistoryError(f"{donors[0].peer_id}: its history does not continue our checkpoint")
             entries.extend(found)
 
         self._pins.check_founder(signed.genesis)

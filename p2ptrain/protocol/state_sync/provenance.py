@@ -120,60 +120,73 @@ async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) 
 
 
 async def ask_heads(
-    context: RoundContext, donors: Sequence[Link], times_overtaken: int, *, silent: set[PeerId], least: int = 1
+    context: RoundContext,
+    donors: Sequence[Link],
+    times_overtaken: int,
+    *,
+    pins: Pins = NO_PINS,
+    silent: set[PeerId] | None = None,
+    least: int = 1,
 ) -> tuple[Link, SignedHead]:
-    """The head that more than half of the first `MOST_ASKED` donors have or lead to, and a donor that has it.
+    """The head that more than half of the first `MOST_ASKED` donors have or lead to, and the first donor that has it.
 
     A head leads to another one if that one's history goes on from it by committed rounds. A donor that cannot answer
-    now counts, as a liar may always answer; one that is lost does not. Takes at most 60 s.
+    now counts, as a liar may always answer; one that is lost, or of another founder than pinned, does not. Takes 45 s
+    at most, if those that are linked answer.
 
     Args:
         silent: donors that were linked and did not answer earlier, and are only asked if there are no others; those
             that do not answer now are added.
         least: how many must have that head or lead to it.
 
-    Raises NotNowError if they do not agree now, PeerLostError, WireError if all are lost.
+    Raises NotNowError if they do not agree now, PeerLostError, WireError, RunMismatchError if none counts.
     """
+    silent = set() if silent is None else silent
     asked = ([donor for donor in donors if donor.peer_id not in silent] or list(donors))[:MOST_ASKED]
     lost, not_now = list[Exception](), list[NotNowError]()
     heads: dict[Link, SignedHead] = {}
     agreed: list[tuple[Link, SignedHead]] = []
-    began_s = trio.current_time()
 
-    def note_silent(donor: Link) -> None:
-        if context.links.get(donor.peer_id) is donor and trio.current_time() - began_s >= HEAD_TIMEOUT_S:
+    def note_silent(donor: Link, asked_s: float) -> None:
+        if context.links.get(donor.peer_id) is donor and trio.current_time() - asked_s >= HEAD_TIMEOUT_S:
             silent.add(donor.peer_id)
 
-    def agree(donor: Link, count: int, of: int) -> None:
+    def agree(head: Head, entries: Sequence[Entry], of: int) -> None:
+        """Take this head if more than half of so many have it, or by its history lead to it."""
+        count = sum(is_same(head, other.head) or goes_on(entries, other.head) for other in heads.values())
         if 2 * count > of and count >= least:
-            agreed.append((donor, heads[donor]))
+            first = next(donor for donor in asked if donor in heads and is_same(heads[donor].head, head))
+            agreed.append((first, heads[first]))
             nursery.cancel_scope.cancel()
 
     async def ask(donor: Link) -> None:
+        asked_s = trio.current_time()
         try:
-            heads[donor] = signed = await ask_head(context, donor, times_overtaken)
+            signed = await ask_head(context, donor, times_overtaken)
+            pins.check_founder(signed.genesis)
         except NotNowError as error:
             not_now.append(error)
-        except (PeerLostError, WireError) as error:
+        except (PeerLostError, WireError, RunMismatchError) as error:
             lost.append(error)
-            note_silent(donor)
+            note_silent(donor, asked_s)
         else:
-            agree(donor, sum(is_same(signed.head, other.head) for other in heads.values()), len(asked))
+            heads[donor] = signed
+            agree(signed.head, (), len(asked))
 
     async def ask_back(donor: Link, head: Head) -> None:
+        asked_s = trio.current_time()
         try:
             entries = await ask_history(context, donor, head, ())
         except (PeerLostError, WireError):
-            note_silent(donor)
+            note_silent(donor, asked_s)
         else:
-            leading = sum(is_same(head, other.head) or goes_on(entries, other.head) for other in heads.values())
-            agree(donor, leading, len(heads) + len(not_now))
+            agree(head, entries, len(heads) + len(not_now))
 
     async with trio.open_nursery() as nursery:
         for donor in asked:
             nursery.start_soon(ask, donor)
-    for donor, signed in heads.items():
-        agree(donor, sum(is_same(signed.head, other.head) for other in heads.values()), len(heads) + len(not_now))
+    for signed in heads.values():
+        agree(signed.head, (), len(heads) + len(not_now))
     if not agreed and len(heads) > 1:
         async with trio.open_nursery() as nursery:
             for donor, signed in heads.items():
@@ -183,8 +196,8 @@ async def ask_heads(
     if len(heads) > 1 or least > len(heads) > 0:
         # Next time they are asked to delay their round, so that they can agree.
         raise OvertakenError(
-            "the peers that were asked show different states. If they still do after a minute, one lies: name a member "
-            "in --initial-peers"
+            "the peers that were asked show different states. If they still do after a minute, one lies or the run is "
+            "split: name a member in --initial-peers"
         )
     raise (not_now or lost)[0]
 

@@ -16,6 +16,7 @@ from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
 from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.checkpoint import Restored
+from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire.messages import Beat, Entry, Request, SignedHead, Vote
 from tests.protocol.state_sync.starts import PLAIN, lie, made_up_round
@@ -211,11 +212,30 @@ def test_a_stranger_takes_no_swarm_whose_members_are_all_restarted(gap_s: float)
     run_virtual(main)
 
 
+def test_a_joiner_that_knows_the_founder_counts_no_peer_of_another_run() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            s.start("a", founder=True)
+            await s.until_joined("a")
+            s.network.partition(["a"], ["x"])
+            s.start("x", chosen=["bootstrap"])
+            await s.until(lambda: all(s.peers[name].rounds() for name in "ax"))
+            s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+            s.network.partition()
+            e = s.start("e", chosen=["bootstrap"])
+            e.node.state_sync.joining._pins = Pins(founder="a")
+            await s.until_joined("e", within_s=30)
+            assert e.node.driver.head.genesis == s.peers["a"].node.driver.head.genesis
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_a_stranger_that_answers_nothing_is_left_out_of_a_download_after_a_minute(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
+def test_a_stranger_that_answers_nothing_is_left_out_after_a_minute(
+    initial_peer: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds come every 5 s, so chunks that it was asked for would always come too late."""
+    """Rounds come every 5 s, so chunks or heads that it was asked for would always come too late."""
     serve_honestly = StateServer.serve
 
     async def main() -> None:
@@ -232,7 +252,7 @@ def test_a_stranger_that_answers_nothing_is_left_out_of_a_download_after_a_minut
             monkeypatch.setattr(StateServer, "serve", serve)
             s.network.bandwidth_bytes_s = 400e3
             await trio.sleep(2 + seed)
-            s.start("e", chosen=["a"])
+            s.start("e", chosen=[initial_peer])
             await s.until_joined("e", within_s=100)
 
     run_virtual(main, seed)

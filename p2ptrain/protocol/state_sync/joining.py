@@ -125,10 +125,7 @@ class Joining:
                 continue
             if donors and self._checkpoint is not None:
                 match await self._checkpoint.compare(donor := self._rng.choice(donors)):
-                    case "ours":
-                        self._skip_one(donor, only_now=True)
-                        continue
-                    case "unknown":
+                    case "ours" | "unknown":
                         self._skip_one(donor, only_now=True)
                         continue
                     case "not now" if trio.current_time() - started < ADOPT_TIMEOUT_S:
@@ -136,9 +133,9 @@ class Joining:
                         continue
                     case "not now":
                         break
-            if donors and await self._adopt(donors):
-                return
             if donors:
+                if await self._adopt(donors):
+                    return
                 continue
             if self._should_found(started):
                 break
@@ -250,12 +247,12 @@ class Joining:
         while True:
             try:
                 self._rng.shuffle(donors)
-                # The first donor's head is adopted. The others only give bytes that match its hashes.
                 donors.sort(key=lambda donor: (donor.peer_id not in context.links.chosen, donor in download.failed))
                 # One alone is believed if the user named it, or if its history must go on from our checkpoint.
                 is_checked = self._checkpoint is not None and not self._checkpoint.joins_anew
                 asked = donors[:1] if is_checked or donors[0].peer_id in context.links.chosen else donors
                 best, adopted = await ask_heads(context, asked, self._times_overtaken, pins=self._pins, silent=silent)
+                # Its head is adopted. The others only give bytes that match its hashes.
                 donors.insert(0, donors.pop(donors.index(best)))
                 entries = await self._fetch(download, donors, adopted)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
@@ -319,7 +316,6 @@ class Joining:
                 raise _OtherHistoryError(f"{donors[0].peer_id}: its history does not continue our checkpoint")
             entries.extend(found)
 
-        self._pins.check_founder(signed.genesis)
         async with (
             delaying_rounds(self._context, donors[0], self._times_overtaken),
             nursery_raising(PeerLostError, WireError, RunMismatchError) as nursery,

@@ -12,7 +12,7 @@ import torch
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.rounds.deciding.history import RECENT_ENTRIES, History, leads_to
+from p2ptrain.protocol.rounds.deciding.history import RECENT_ENTRIES, History, ends_at
 from p2ptrain.protocol.rounds.deciding.lineage import check_head
 from p2ptrain.protocol.rounds.deciding.record import MOST_COUNT
 from p2ptrain.protocol.state_sync.checkpoint import Restored
@@ -46,7 +46,7 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
         check_head(head)
         past = unpack(SavedHistory, bytes.fromhex(state["history"]))
         history = History(past.genesis, past.entries)
-        if not leads_to(history.entries, head):
+        if not ends_at(history.entries, head):
             raise ValueError("a history that does not lead to its head")
         if not 0 <= run_step <= MOST_COUNT:
             raise ValueError(f"run_step = {run_step}")

@@ -11,7 +11,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.deciding.history import History, leads_to, shared
+from p2ptrain.protocol.rounds.deciding.history import History, ends_at, shared
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.state_sync.provenance import NotNowError, ask_head, ask_history, is_preferred
 from p2ptrain.protocol.wire.messages import Entry, Head
@@ -87,7 +87,7 @@ class Checkpoint:
         if shared(ours, theirs) is not None:
             elsewhere = self._elsewhere(head)
             is_later = is_preferred(self._restored.head, ours, head, theirs, elsewhere, is_trusted=False)
-            return "theirs" if is_later or leads_to(ours, head) else "ours"
+            return "theirs" if is_later or ends_at(ours, head) else "ours"
         is_chosen = donor.peer_id in self._context.links.chosen
         return "theirs" if is_chosen or self.joins_anew else "unknown"
 

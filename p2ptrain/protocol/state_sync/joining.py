@@ -6,7 +6,8 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 
@@ -251,7 +252,8 @@ class Joining:
                 # One alone is believed if the user named it, or if its history must go on from our checkpoint.
                 is_checked = self._checkpoint is not None and not self._checkpoint.joins_anew
                 asked = donors[:1] if is_checked or donors[0].peer_id in context.links.chosen else donors
-                best, adopted = await ask_heads(context, asked, self._times_overtaken, pins=self._pins, silent=silent)
+                check = self._check_founder
+                best, adopted = await ask_heads(context, asked, self._times_overtaken, check=check, silent=silent)
                 # Its head is adopted. The others only give bytes that match its hashes.
                 donors.insert(0, donors.pop(donors.index(best)))
                 entries = await self._fetch(download, donors, adopted)
@@ -259,7 +261,6 @@ class Joining:
                 break
             except RunMismatchError:
                 # The user wants another run, to which other peers may belong.
-                self._skip_one(donors[0])
                 donors = self._donors()
                 if not donors:
                     raise
@@ -309,7 +310,8 @@ class Joining:
                 raise
             # Their part alone may begin after the pinned record, as it begins at an entry of ours.
             found = merged(ours, theirs)
-            self._pins.check(signed.genesis, found)
+            with self._skipping(donors[0]):
+                self._pins.check(signed.genesis, found)
             checkpoint = self._checkpoint
             if checkpoint is not None and checkpoint.continues(donors[0], signed.head, theirs) != "theirs":
                 self._skip_one(donors[0], only_now=True)
@@ -323,6 +325,19 @@ class Joining:
             nursery.start_soon(fetch_history)
             await download.run(signed.head, donors)
         return entries
+
+    @contextmanager
+    def _skipping(self, donor: Link) -> Iterator[None]:
+        """Skip a donor that is not of the run that the user wants."""
+        try:
+            yield
+        except RunMismatchError:
+            self._skip_one(donor)
+            raise
+
+    def _check_founder(self, donor: Link, signed: SignedHead) -> None:
+        with self._skipping(donor):
+            self._pins.check_founder(signed.genesis)
 
     def _is_skipped(self, peer_id: PeerId, beat: Beat) -> bool:
         return trio.current_time() < self._skipped.get((peer_id, beat.lineage), 0.0)

@@ -6,7 +6,7 @@ The word of one peer is not enough: a head has the signatures of its voters, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, NewType
@@ -25,10 +25,10 @@ from p2ptrain.protocol.rounds.deciding.history import (
     RECENT_ENTRIES,
     check_entries,
     check_genesis,
-    goes_on,
+    continues_from,
+    ends_at,
     is_better,
     is_continued,
-    leads_to,
     name_of,
     shared,
     was_alone,
@@ -124,17 +124,18 @@ async def ask_heads(
     donors: Sequence[Link],
     times_overtaken: int,
     *,
-    pins: Pins = NO_PINS,
+    check: Callable[[Link, SignedHead], None] | None = None,
     silent: set[PeerId] | None = None,
     least: int = 1,
 ) -> tuple[Link, SignedHead]:
     """The head that more than half of the first `MOST_ASKED` donors have or lead to, and the first donor that has it.
 
     A head leads to another one if that one's history goes on from it by committed rounds. A donor that cannot answer
-    now counts, as a liar may always answer; one that is lost, or of another founder than pinned, does not. Takes 45 s
-    at most, if those that are linked answer.
+    now counts, as a liar may always answer; one that is lost or refused does not. Takes 45 s at most, if those that are
+    linked answer.
 
     Args:
+        check: raises RunMismatchError to refuse a donor for its head.
         silent: donors that were linked and did not answer earlier, and are only asked if there are no others; those
             that do not answer now are added.
         least: how many must have that head or lead to it.
@@ -153,7 +154,7 @@ async def ask_heads(
 
     def agree(head: Head, entries: Sequence[Entry], of: int) -> None:
         """Take this head if more than half of so many have it, or by its history lead to it."""
-        count = sum(is_same(head, other.head) or goes_on(entries, other.head) for other in heads.values())
+        count = sum(is_same(head, other.head) or continues_from(entries, other.head) for other in heads.values())
         if 2 * count > of and count >= least:
             first = next(donor for donor in asked if donor in heads and is_same(heads[donor].head, head))
             agreed.append((first, heads[first]))
@@ -163,7 +164,8 @@ async def ask_heads(
         asked_s = trio.current_time()
         try:
             signed = await ask_head(context, donor, times_overtaken)
-            pins.check_founder(signed.genesis)
+            if check is not None:
+                check(donor, signed)
         except NotNowError as error:
             not_now.append(error)
         except (PeerLostError, WireError, RunMismatchError) as error:
@@ -263,7 +265,7 @@ async def _ask_pages(context: RoundContext, link: Link, known: Collection[str]) 
 
 def _checked(entries: list[Entry], prover: Prover, head: Head, peer_id: PeerId) -> list[Entry]:
     check_entries(entries, prover)
-    while entries and not leads_to(entries, head):
+    while entries and not ends_at(entries, head):
         entries.pop()  # rounds since the head was asked for
     if not entries:
         raise PeerLostError(f"{peer_id} has no history of its head")

@@ -212,9 +212,15 @@ def test_a_stranger_takes_no_swarm_whose_members_are_all_restarted(gap_s: float)
     run_virtual(main)
 
 
-def test_a_joiner_that_knows_the_founder_counts_no_peer_of_another_run() -> None:
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("answers_after_s", [0.0, 20.0])
+def test_a_joiner_that_knows_the_founder_counts_no_peer_of_another_run(
+    answers_after_s: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_honestly = StateServer.serve
+
     async def main() -> None:
-        async with swarm(PLAIN) as s:
+        async with swarm(PLAIN, seed=seed) as s:
             s.start("a", founder=True)
             await s.until_joined("a")
             s.network.partition(["a"], ["x"])
@@ -222,12 +228,20 @@ def test_a_joiner_that_knows_the_founder_counts_no_peer_of_another_run() -> None
             await s.until(lambda: all(s.peers[name].rounds() for name in "ax"))
             s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
             s.network.partition()
+            answers_s, slow = trio.current_time() + answers_after_s, s.peers["a"].node.driver
+
+            async def serve(server: StateServer, link: Link, request: Request) -> None:
+                if server._driver is slow and trio.current_time() < answers_s:
+                    await trio.sleep_forever()
+                await serve_honestly(server, link, request)
+
+            monkeypatch.setattr(StateServer, "serve", serve)
             e = s.start("e", chosen=["bootstrap"])
             e.node.state_sync.joining._pins = Pins(founder="a")
-            await s.until_joined("e", within_s=30)
+            await s.until_joined("e", within_s=30 + 2 * answers_after_s)
             assert e.node.driver.head.genesis == s.peers["a"].node.driver.head.genesis
 
-    run_virtual(main)
+    run_virtual(main, seed)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -96,12 +96,12 @@ def check_entries(entries: Sequence[Entry], prover: Prover) -> None:
         place, before = place_of(entry), entry
 
 
-def leads_to(entries: Sequence[Entry], head: Head) -> bool:
+def ends_at(entries: Sequence[Entry], head: Head) -> bool:
     """Whether a history stands at a head."""
     return bool(entries) and place_of(entries[-1]) == Place(head.lineage, head.round, head.voters)
 
 
-def goes_on(entries: Sequence[Entry], head: Head) -> bool:
+def continues_from(entries: Sequence[Entry], head: Head) -> bool:
     """Whether a history has a head, and only committed rounds after it, each signed by a quorum of voters."""
     for entry in reversed(entries):
         if place_of(entry) == Place(head.lineage, head.round, head.voters):

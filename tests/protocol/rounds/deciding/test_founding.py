@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pytest
 
 from p2ptrain.protocol.rounds.deciding import history, lineage
-from p2ptrain.protocol.rounds.deciding.history import leads_to, place_of
+from p2ptrain.protocol.rounds.deciding.history import ends_at, place_of
 from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Contributor, Entry, Founding, Head, Record, Vote
@@ -116,7 +116,7 @@ class Model:
         ours, theirs = state[0][p], state[0][q]
         a, b = entries_of(ours.path), entries_of(theirs.path)
         if ours.restoring:
-            return leads_to(a, head_of(theirs.path)) or history.is_better(a, b, ())
+            return ends_at(a, head_of(theirs.path)) or history.is_better(a, b, ())
         present = set() if self.has_ended(state, p) else {name for name, _ in self.present(state, p)}
         voters = {name for name, _ in head_of(ours.path).voters}
         return provenance.is_preferred(

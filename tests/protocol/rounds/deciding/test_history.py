@@ -15,11 +15,11 @@ from p2ptrain.protocol.rounds.deciding.history import (
     History,
     check_entries,
     check_genesis,
+    ends_at,
     is_better,
     is_continued,
     is_rooted,
     is_unbroken,
-    leads_to,
     lineage_of,
     merged,
     name_of,
@@ -252,8 +252,8 @@ def test_a_history_keeps_a_bounded_number_of_entries_and_gives_them_in_pages() -
     assert [entry for page in pages for entry in page] == past.entries[-MAX_ENTRIES:]
     assert [len(page) for page in pages] == [48, 500, 500, 500, 500]
     assert history.page("unknown", 50) == []
-    assert leads_to(history.entries, head_at(past))
-    assert not leads_to([], head_at(past))
+    assert ends_at(history.entries, head_at(past))
+    assert not ends_at([], head_at(past))
 
 
 def test_a_peer_is_alone_if_it_has_committed_no_round_with_others() -> None:

@@ -22,9 +22,11 @@ from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.checkpoint import Checkpoint, Restored
 from p2ptrain.protocol.state_sync.provenance import (
     MOST_ASKED,
+    SILENT_S,
     NotNowError,
     OvertakenError,
     Pins,
+    Silences,
     ask_heads,
     ask_history,
     delaying_rounds,
@@ -41,12 +43,15 @@ FOUND_AFTER_S = 2.0
 # A joiner that receives no state for this long gives up with an error.
 ADOPT_TIMEOUT_S = 120.0
 # Donors that send nothing for this long are skipped if other peers have another state (guess). A donor that commits a
-# round is busy for seconds, even with a large model.
-DONOR_PATIENCE_S = 20.0
+# round is busy for seconds, even with a large model, and its line or ours may be down.
+DONOR_PATIENCE_S = SILENT_S
 # A joiner waits this long for the user's initial peers before it takes the state from others (guess).
 CHOSEN_FIRST_S = 5.0
 # The same for the directory's answer: before it, only those who have dialled the joiner are known (guess).
 LOOK_UP_FIRST_S = 30.0
+# If most donors were lost, our line may have been down, and a stranger be the first to come back: they are awaited for
+# this long after it (guess; members were linked again within 8 s).
+LOST_FIRST_S = 15.0
 # If several peers have checkpoints, each waits this long for every peer with a lower id, which may still compare its
 # state with that of others. At most `MAX_TURNS` times, as any peer can claim to have a checkpoint.
 RESTORE_TURN_S = 5.0
@@ -244,7 +249,7 @@ class Joining:
         if restored is not None:
             context.state.copy_from(restored.state)
         download = self._download = Download(context, context.state)
-        progress, progress_s, silent = 0, trio.current_time(), set[PeerId]()
+        progress, progress_s, silences = 0, trio.current_time(), Silences()
         while True:
             try:
                 self._rng.shuffle(donors)
@@ -253,7 +258,7 @@ class Joining:
                 is_checked = self._checkpoint is not None and not self._checkpoint.joins_anew
                 asked = donors[:1] if is_checked or donors[0].peer_id in context.links.chosen else donors
                 check = self._check_founder
-                best, adopted = await ask_heads(context, asked, self._times_overtaken, check=check, silent=silent)
+                best, adopted = await ask_heads(context, asked, self._times_overtaken, check=check, silences=silences)
                 # Its head is adopted. The others only give bytes that match its hashes.
                 donors.insert(0, donors.pop(donors.index(best)))
                 entries = await self._fetch(download, donors, adopted)
@@ -270,7 +275,7 @@ class Joining:
                 if download.done_chunks > progress:
                     progress, progress_s = download.done_chunks, trio.current_time()
                 # Not those that are only busy: a stranger may wait for that.
-                stuck = [donor for donor in donors if donor.peer_id in silent or donor in download.failed]
+                stuck = [donor for donor in donors if silences.is_long(donor) or donor in download.failed]
                 if trio.current_time() - progress_s > DONOR_PATIENCE_S and stuck and self._skip(stuck):
                     progress, progress_s = 0, trio.current_time()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
@@ -283,7 +288,7 @@ class Joining:
                 if isinstance(error, _OtherHistoryError) and not self._donors():
                     self._download = None
                     return False
-                donors = self._donors() or donors
+                donors = await self._donors_after(donors)
         self._download = None
         self._skipped.clear()
         self.from_initial_peer = donors[0].peer_id in context.links.chosen
@@ -295,6 +300,19 @@ class Joining:
         else:
             await land_state(self._driver, self._record, "write", "adopted the swarm's state")
         return True
+
+    async def _donors_after(self, earlier: list[Link]) -> list[Link]:
+        """The donors now, or the earlier ones if there are none. If most of these are lost, they are awaited first."""
+        awaited = {link.peer_id for link in earlier if link.beat and not self._is_skipped(link.peer_id, link.beat)}
+        until_s = math.inf
+        while donors := self._donors():
+            until_s = min(until_s, trio.current_time() + LOST_FIRST_S)
+            is_chosen = any(donor.peer_id in self._context.links.chosen for donor in donors)
+            are_back = 2 * sum(donor.peer_id in awaited for donor in donors) > len(awaited)
+            if is_chosen or are_back or not awaited or trio.current_time() >= until_s:
+                return donors
+            await trio.sleep(RETRY_S)
+        return earlier
 
     async def _fetch(self, download: Download, donors: list[Link], signed: SignedHead) -> list[Entry]:
         """Download the state of the first donor's head, and return its history. Raises PeerLostError, WireError."""

@@ -6,7 +6,7 @@ The word of one peer is not enough: a head has the signatures of its voters, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, NewType
@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.history import (
@@ -41,6 +42,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # Time for a head and for a history. At 1 Mbit/s a history of 256 entries of 4 peers takes 7 s.
 HEAD_TIMEOUT_S, HISTORY_TIMEOUT_S = 15.0, 30.0
+# A linked donor that does not answer counts for this long, as its line or ours may be down (guess).
+SILENT_S = 60.0
 # Donors whose heads are compared (guess).
 MOST_ASKED = 5
 # Interval of requests to peers whose rounds wait for us: they wait 30 s for the next request.
@@ -119,38 +122,60 @@ async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) 
     return signed
 
 
+class Silences:
+    """Which donors are linked but do not answer, and since when."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[tuple[PeerId, str], float] = {}
+
+    @contextlib.contextmanager
+    def noting(self, donor: Link, what: str, links: Links) -> Iterator[None]:
+        """Ask for this in the block. What does not come on a link that stays is noted."""
+        key, asked_s = (donor.peer_id, what), trio.current_time()
+        try:
+            yield
+        except NotNowError:
+            self._since_s.pop(key, None)
+            raise
+        except PeerLostError:
+            if links.get(donor.peer_id) is donor:
+                self._since_s.setdefault(key, asked_s)
+            raise
+        self._since_s.pop(key, None)
+
+    def is_long(self, donor: Link) -> bool:
+        """Whether a donor no longer counts."""
+        now = trio.current_time()
+        return any(peer == donor.peer_id and now - since_s >= SILENT_S for (peer, _), since_s in self._since_s.items())
+
+
 async def ask_heads(
     context: RoundContext,
     donors: Sequence[Link],
     times_overtaken: int,
     *,
     check: Callable[[Link, SignedHead], None] | None = None,
-    silent: set[PeerId] | None = None,
+    silences: Silences | None = None,
     least: int = 1,
 ) -> tuple[Link, SignedHead]:
     """The head that more than half of the first `MOST_ASKED` donors have or lead to, and the first donor that has it.
 
     A head leads to another one if that one's history goes on from it by committed rounds. A donor that cannot answer
-    now counts, as a liar may always answer; one that is lost or refused does not. Takes 45 s at most, if those that are
-    linked answer.
+    now counts, and for SILENT_S one that is linked and does not answer, as a liar may always answer; one that is lost
+    or refused does not. Takes 45 s at most.
 
     Args:
         check: raises RunMismatchError to refuse a donor for its head.
-        silent: donors that were linked and did not answer earlier, and are only asked if there are no others; those
-            that do not answer now are added.
+        silences: of earlier calls. Donors that are silent for long are only asked if there are no others.
         least: how many must have that head or lead to it.
 
     Raises NotNowError if they do not agree now, PeerLostError, WireError, RunMismatchError if none counts.
     """
-    silent = set() if silent is None else silent
-    asked = ([donor for donor in donors if donor.peer_id not in silent] or list(donors))[:MOST_ASKED]
-    lost, not_now = list[Exception](), list[NotNowError]()
+    silences = Silences() if silences is None else silences
+    asked = ([donor for donor in donors if not silences.is_long(donor)] or list(donors))[:MOST_ASKED]
+    lost, not_now = list[Exception](), list[Exception]()
     heads: dict[Link, SignedHead] = {}
     agreed: list[tuple[Link, SignedHead]] = []
-
-    def note_silent(donor: Link, asked_s: float) -> None:
-        if context.links.get(donor.peer_id) is donor and trio.current_time() - asked_s >= HEAD_TIMEOUT_S:
-            silent.add(donor.peer_id)
 
     def agree(head: Head, entries: Sequence[Entry], of: int) -> None:
         """Take this head if more than half of so many have it, or by its history lead to it."""
@@ -161,28 +186,21 @@ async def ask_heads(
             nursery.cancel_scope.cancel()
 
     async def ask(donor: Link) -> None:
-        asked_s = trio.current_time()
         try:
-            signed = await ask_head(context, donor, times_overtaken)
+            with silences.noting(donor, "head", context.links):
+                signed = await ask_head(context, donor, times_overtaken)
             if check is not None:
                 check(donor, signed)
-        except NotNowError as error:
-            not_now.append(error)
         except (PeerLostError, WireError, RunMismatchError) as error:
-            lost.append(error)
-            note_silent(donor, asked_s)
+            counts = isinstance(error, PeerLostError) and context.links.get(donor.peer_id) is donor
+            (not_now if counts else lost).append(error)
         else:
             heads[donor] = signed
             agree(signed.head, (), len(asked))
 
     async def ask_back(donor: Link, head: Head) -> None:
-        asked_s = trio.current_time()
-        try:
-            entries = await ask_history(context, donor, head, ())
-        except (PeerLostError, WireError):
-            note_silent(donor, asked_s)
-        else:
-            agree(head, entries, len(heads) + len(not_now))
+        with contextlib.suppress(PeerLostError, WireError), silences.noting(donor, "history", context.links):
+            agree(head, await ask_history(context, donor, head, ()), len(heads) + len(not_now))
 
     async with trio.open_nursery() as nursery:
         for donor in asked:

@@ -30,6 +30,9 @@ Proof = Literal["unbroken", "rooted", "shown by most", ""]
 # should have met the others by then, to count them (guess). A member that has been linked with it for twice as long
 # goes with it, as it has not come back.
 GOES_BACK_AFTER_S, GOES_WITH_AFTER_S = 5.0, 10.0
+# Where no history proves anything, a peer is followed only after having been linked for so long: our line may have been
+# down, and our voters, which prove more than a count of links, are dialled every 80 s at least.
+FOLLOWED_AFTER_S = 90.0
 # A peer of another start of the run may still follow us, as one of us is its initial peer. After this long it
 # will not (guess).
 OTHER_START_S = 10.0
@@ -61,10 +64,11 @@ class Starts:
 
     def is_trusted(self, donor: Link | None, other: Head) -> bool:
         """Whether to follow a peer, or (None) what our user gave, where no history proves anything."""
-        if self._is_named(donor):
+        if donor is None or self._is_named(donor):
             return True
         here, there = self._links_in(other)
-        return there > here and not self._context.links.chosen and not self._started_here()
+        has_met_all = trio.current_time() - donor.opened_s >= FOLLOWED_AFTER_S
+        return has_met_all and there > here and not self._context.links.chosen and not self._started_here()
 
     def follows(self, donor: Link | None, other: Head | Beat, founder: PeerId, proof: Proof) -> bool | None:
         """Whether we, without a round, go to the start of a peer, or (None) of our user; None if histories decide.

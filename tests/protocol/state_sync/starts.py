@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection
 from typing import Literal
 
 import msgspec
+import trio
 
+from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
 from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
 from p2ptrain.protocol.rounds.driver import RoundDriver
@@ -79,3 +82,26 @@ async def lie(s: Swarm, name: str, how: Literal["rooted", "unrooted", "theirs"],
     # It does not come back to the others.
     s.peers[name].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
     return head
+
+
+async def abet(s: Swarm, name: str, liar: str) -> None:
+    """A peer shows what a liar shows."""
+    node, signed = s.peers[name].node, s.peers[liar].node.driver.signed_head
+    s.peers[name].paused = False
+    async with node.driver.paused():
+        node.driver.context.state.anchor[:] = 7.0
+        node.driver.context.state.rehash()
+        node.driver.past_heads = PastHeads()
+        node.driver.adopt(signed, History(signed.genesis, list(s.peers[liar].node.driver.history.entries)))
+    s.peers[name].paused = True
+    node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+
+
+async def keep_dialling(s: Swarm, name: str, other: str) -> None:
+    """Dial another peer whenever it is not linked, until cancelled."""
+    links = s.peers[name].node.links
+    while True:
+        if other not in links.live:
+            with contextlib.suppress(PeerLostError), trio.move_on_after(3):
+                await links.connect(other, [f"/mem/{other}"])
+        await trio.sleep(0.1)

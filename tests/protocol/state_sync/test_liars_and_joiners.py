@@ -19,7 +19,7 @@ from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire.messages import Beat, Entry, Request, SignedHead, Vote
-from tests.protocol.state_sync.starts import PLAIN, lie, made_up_round
+from tests.protocol.state_sync.starts import PLAIN, keep_dialling, lie, made_up_round
 from tests.protocol.state_sync.test_provenance import checkpoint_of
 from tests.protocol.swarm import Swarm, run_virtual, start_all, swarm
 
@@ -335,5 +335,62 @@ def test_a_member_without_initial_peers_follows_no_single_stranger(is_before_the
                 s.network.partition()
             await trio.sleep(100)
             assert s.peers["b"].node.driver.head.round < AHEAD
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("initial_peer", ["a", "bootstrap"])
+@pytest.mark.parametrize("down_s", [12, 40])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_joiner_whose_line_was_down_awaits_those_that_it_asked(down_s: float, initial_peer: str, seed: int) -> None:
+    """The stranger is back before the members."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=400), seed=seed) as s, trio.open_nursery() as nursery:
+            await start_with_stranger(s, "abcd")
+            await lie(s, "x", "theirs", AHEAD)
+            mirror(s)
+            s.network.bandwidth_bytes_s = 60e3
+            await trio.sleep(2 + seed)
+            e = s.start("e", chosen=[initial_peer])
+            await s.until(
+                lambda: e.node.state_sync.joining.status not in ("joining", "downloading state 0 %"), within_s=60
+            )
+            s.network.partition(["e"], ["a", "b", "c", "d", "x"])
+            await trio.sleep(down_s)
+            s.network.partition()
+            nursery.start_soon(keep_dialling, s, "x", "e")
+            await s.until_joined("e", within_s=60)
+            assert e.node.driver.head.round < AHEAD
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main, seed)
+
+
+@pytest.mark.parametrize("members", ["a", "ab", "abcd"])
+def test_members_whose_heads_come_late_still_count(members: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their answers take longer than a joiner waits for each, for half a minute; a stranger answers at once."""
+    serve_honestly = StateServer.serve
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            await start_with_stranger(s, members)
+            await lie(s, "x", "theirs", AHEAD)
+            mirror(s)
+            liar, late_until_s = s.peers["x"].node.driver, trio.current_time() + 32
+
+            async def serve(server: StateServer, link: Link, request: Request) -> None:
+                if server._driver is not liar and request.what == "head" and trio.current_time() < late_until_s:
+                    await trio.sleep(16)
+                await serve_honestly(server, link, request)
+
+            monkeypatch.setattr(StateServer, "serve", serve)
+            await trio.sleep(2)
+            e = s.start("e", chosen=["bootstrap"])
+            with trio.move_on_after(100):
+                await e.node.ready.wait()
+            assert e.node.driver.head.round < AHEAD
+            assert e.node.ready.is_set() == (len(members) > 1)
+            e.error = None
 
     run_virtual(main)

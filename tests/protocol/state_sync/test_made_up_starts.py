@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from p2ptrain.protocol.wire.messages import Beat
-from tests.protocol.state_sync.starts import PLAIN, geneses, lie, start_anew
+from tests.protocol.state_sync.starts import PLAIN, abet, geneses, keep_dialling, lie, start_anew
 from tests.protocol.swarm import run_virtual, start_all, swarm
 
 
@@ -103,6 +103,35 @@ def test_members_whose_run_goes_on_do_not_follow_a_founder_that_a_stranger_took(
             s.network.partition()
             await trio.sleep(60)
             assert all(s.peers[name].node.driver.head.round < lied.round for name in "bc")
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("down_s", [12, 100])
+def test_a_member_that_was_cut_off_does_not_follow_two_strangers_that_are_back_first(down_s: float) -> None:
+    """It has no initial peers, and they show one made-up round."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s, trio.open_nursery() as nursery:
+            s.start("a", founder=True)
+            await s.until_joined("a")
+            for name in "bcd":
+                s.start(name, remembered=["a"])
+            for name in "xy":
+                s.start(name, chosen=["a"]).paused = True
+            await s.until_joined()
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abcd"), within_s=200)
+            lied = await lie(s, "x", "unrooted")
+            await abet(s, "y", "x")
+            s.network.partition(["b"], ["a", "c", "d", "x", "y"])
+            await trio.sleep(down_s)
+            s.network.partition()
+            for name in "xy":
+                nursery.start_soon(keep_dialling, s, name, "b")
+            rounds = len(s.peers["b"].rounds("committed"))
+            await s.until(lambda: len(s.peers["b"].rounds("committed")) > rounds, within_s=100)
+            assert s.peers["b"].node.driver.head.round < lied.round
+            nursery.cancel_scope.cancel()
 
     run_virtual(main)
 

@@ -16,6 +16,8 @@ from p2ptrain.protocol.membership.reachability import is_public
 from p2ptrain.protocol.wire.transport import PeerId
 
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+# So long after both can dial each other they are linked again: the longest pause, a third more at random, and the dial.
+RELINKED_WITHIN_S = 90.0
 # After this many failed dials, a peer without a public address is assumed to be behind another NAT. It is then tried
 # rarely, in case it moves into our network.
 PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0

@@ -15,6 +15,7 @@ from p2ptrain.errors import PeerLostError, RunMismatchError, TransientError, Wir
 from p2ptrain.protocol.anchor import check_founding
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.membership.neighbours import RELINKED_WITHIN_S
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.deciding.history import History, merged
 from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS
@@ -43,15 +44,12 @@ FOUND_AFTER_S = 2.0
 # A joiner that receives no state for this long gives up with an error.
 ADOPT_TIMEOUT_S = 120.0
 # Donors that send nothing for this long are skipped if other peers have another state (guess). A donor that commits a
-# round is busy for seconds, even with a large model, and its line or ours may be down.
+# round is busy for seconds, even with a large model.
 DONOR_PATIENCE_S = SILENT_S
 # A joiner waits this long for the user's initial peers before it takes the state from others (guess).
 CHOSEN_FIRST_S = 5.0
 # The same for the directory's answer: before it, only those who have dialled the joiner are known (guess).
 LOOK_UP_FIRST_S = 30.0
-# If most donors were lost, our line may have been down, and a stranger be the first to come back: they are awaited for
-# this long after it (guess; members were linked again within 8 s).
-LOST_FIRST_S = 15.0
 # If several peers have checkpoints, each waits this long for every peer with a lower id, which may still compare its
 # state with that of others. At most `MAX_TURNS` times, as any peer can claim to have a checkpoint.
 RESTORE_TURN_S = 5.0
@@ -250,12 +248,12 @@ class Joining:
             context.state.copy_from(restored.state)
         download = self._download = Download(context, context.state)
         progress, progress_s, silences = 0, trio.current_time(), Silences()
+        # One alone is believed if the user named it, or if its history must go on from our checkpoint.
+        is_checked = self._checkpoint is not None and not self._checkpoint.joins_anew
         while True:
             try:
                 self._rng.shuffle(donors)
                 donors.sort(key=lambda donor: (donor.peer_id not in context.links.chosen, donor in download.failed))
-                # One alone is believed if the user named it, or if its history must go on from our checkpoint.
-                is_checked = self._checkpoint is not None and not self._checkpoint.joins_anew
                 asked = donors[:1] if is_checked or donors[0].peer_id in context.links.chosen else donors
                 check = self._check_founder
                 best, adopted = await ask_heads(context, asked, self._times_overtaken, check=check, silences=silences)
@@ -266,8 +264,7 @@ class Joining:
                 break
             except RunMismatchError:
                 # The user wants another run, to which other peers may belong.
-                donors = self._donors()
-                if not donors:
+                if not self._donors():
                     raise
             except (PeerLostError, WireError) as error:
                 logger.info("state download: %s", error)
@@ -288,7 +285,11 @@ class Joining:
                 if isinstance(error, _OtherHistoryError) and not self._donors():
                     self._download = None
                     return False
-                donors = await self._donors_after(donors)
+            if not is_checked:
+                waits_s = trio.current_time()
+                await self._await_lost(donors)
+                progress_s += trio.current_time() - waits_s
+            donors = self._donors() or donors
         self._download = None
         self._skipped.clear()
         self.from_initial_peer = donors[0].peer_id in context.links.chosen
@@ -301,18 +302,25 @@ class Joining:
             await land_state(self._driver, self._record, "write", "adopted the swarm's state")
         return True
 
-    async def _donors_after(self, earlier: list[Link]) -> list[Link]:
-        """The donors now, or the earlier ones if there are none. If most of these are lost, they are awaited first."""
-        awaited = {link.peer_id for link in earlier if link.beat and not self._is_skipped(link.peer_id, link.beat)}
-        until_s = math.inf
+    async def _await_lost(self, earlier: list[Link]) -> None:
+        """Wait for donors that are lost, unless more than half are linked, or an initial peer has a state.
+
+        Our line may be down, and a stranger the first to be back. So time counts from when any donor is heard.
+        """
+        links, began_s, until_s = self._context.links, trio.current_time(), math.inf
+        awaited = {
+            link.peer_id
+            for link in earlier
+            if link.beat and not link.left and not self._is_skipped(link.peer_id, link.beat)
+        }
         while donors := self._donors():
-            until_s = min(until_s, trio.current_time() + LOST_FIRST_S)
-            is_chosen = any(donor.peer_id in self._context.links.chosen for donor in donors)
-            are_back = 2 * sum(donor.peer_id in awaited for donor in donors) > len(awaited)
-            if is_chosen or are_back or not awaited or trio.current_time() >= until_s:
-                return donors
+            if any(donor.last_heard > began_s for donor in donors):
+                until_s = min(until_s, trio.current_time() + RELINKED_WITHIN_S)
+            linked = [link for link in links.live.values() if link.beat and link.peer_id in awaited]
+            is_chosen = any(donor.peer_id in links.chosen for donor in donors)
+            if is_chosen or 2 * len(linked) > len(awaited) or not awaited or trio.current_time() >= until_s:
+                break
             await trio.sleep(RETRY_S)
-        return earlier
 
     async def _fetch(self, download: Download, donors: list[Link], signed: SignedHead) -> list[Entry]:
         """Download the state of the first donor's head, and return its history. Raises PeerLostError, WireError."""

@@ -17,7 +17,6 @@ from msgspec import Meta
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.history import (
@@ -123,30 +122,28 @@ async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) 
 
 
 class Silences:
-    """Which donors are linked but do not answer, and since when."""
+    """Which donors have not answered requests on links that live, and for how long."""
 
     def __init__(self) -> None:
-        self._since_s: dict[tuple[PeerId, str], float] = {}
+        # When the first of several requests in a row was sent, and the last one given up.
+        self._spans_s: dict[tuple[Link, str], tuple[float, float]] = {}
 
     @contextlib.contextmanager
-    def noting(self, donor: Link, what: str, links: Links) -> Iterator[None]:
-        """Ask for this in the block. What does not come on a link that stays is noted."""
-        key, asked_s = (donor.peer_id, what), trio.current_time()
+    def noting(self, donor: Link, what: str) -> Iterator[None]:
+        """Note whether the donor answers the request in the block."""
+        asked_s, _ = self._spans_s.pop((donor, what), (trio.current_time(), 0.0))
         try:
             yield
         except NotNowError:
-            self._since_s.pop(key, None)
             raise
         except PeerLostError:
-            if links.get(donor.peer_id) is donor:
-                self._since_s.setdefault(key, asked_s)
+            self._spans_s[donor, what] = asked_s, trio.current_time()
             raise
-        self._since_s.pop(key, None)
 
     def is_long(self, donor: Link) -> bool:
         """Whether a donor no longer counts."""
-        now = trio.current_time()
-        return any(peer == donor.peer_id and now - since_s >= SILENT_S for (peer, _), since_s in self._since_s.items())
+        spans = (span for (link, _), span in self._spans_s.items() if link is donor)
+        return any(until_s - since_s >= SILENT_S for since_s, until_s in spans)
 
 
 async def ask_heads(
@@ -160,20 +157,21 @@ async def ask_heads(
 ) -> tuple[Link, SignedHead]:
     """The head that more than half of the first `MOST_ASKED` donors have or lead to, and the first donor that has it.
 
-    A head leads to another one if that one's history goes on from it by committed rounds. A donor that cannot answer
-    now counts, and for SILENT_S one that is linked and does not answer, as a liar may always answer; one that is lost
-    or refused does not. Takes 45 s at most.
+    A head leads to another one if that one's history goes on from it by committed rounds. A liar may
+    always answer, so a donor counts that cannot answer now, is lost, or (for SILENT_S) does not answer; one that is
+    refused does not. Takes 45 s, or longer if donors answer other requests meanwhile.
 
     Args:
         check: raises RunMismatchError to refuse a donor for its head.
         silences: of earlier calls. Donors that are silent for long are only asked if there are no others.
         least: how many must have that head or lead to it.
 
-    Raises NotNowError if they do not agree now, PeerLostError, WireError, RunMismatchError if none counts.
+    Raises PeerLostError if they do not agree now (NotNowError if all answered), WireError or RunMismatchError if none
+    counts.
     """
     silences = Silences() if silences is None else silences
     asked = ([donor for donor in donors if not silences.is_long(donor)] or list(donors))[:MOST_ASKED]
-    lost, not_now = list[Exception](), list[Exception]()
+    refused, unanswered = list[Exception](), list[Exception]()
     heads: dict[Link, SignedHead] = {}
     agreed: list[tuple[Link, SignedHead]] = []
 
@@ -187,26 +185,25 @@ async def ask_heads(
 
     async def ask(donor: Link) -> None:
         try:
-            with silences.noting(donor, "head", context.links):
+            with silences.noting(donor, "head"):
                 signed = await ask_head(context, donor, times_overtaken)
             if check is not None:
                 check(donor, signed)
         except (PeerLostError, WireError, RunMismatchError) as error:
-            counts = isinstance(error, PeerLostError) and context.links.get(donor.peer_id) is donor
-            (not_now if counts else lost).append(error)
+            (unanswered if isinstance(error, PeerLostError) else refused).append(error)
         else:
             heads[donor] = signed
             agree(signed.head, (), len(asked))
 
     async def ask_back(donor: Link, head: Head) -> None:
-        with contextlib.suppress(PeerLostError, WireError), silences.noting(donor, "history", context.links):
-            agree(head, await ask_history(context, donor, head, ()), len(heads) + len(not_now))
+        with contextlib.suppress(PeerLostError, WireError), silences.noting(donor, "history"):
+            agree(head, await ask_history(context, donor, head, ()), len(heads) + len(unanswered))
 
     async with trio.open_nursery() as nursery:
         for donor in asked:
             nursery.start_soon(ask, donor)
     for signed in heads.values():
-        agree(signed.head, (), len(heads) + len(not_now))
+        agree(signed.head, (), len(heads) + len(unanswered))
     if not agreed and len(heads) > 1:
         async with trio.open_nursery() as nursery:
             for donor, signed in heads.items():
@@ -219,7 +216,7 @@ async def ask_heads(
             "the peers that were asked show different states. If they still do after a minute, one lies or the run is "
             "split: name a member in --initial-peers"
         )
-    raise (not_now or lost)[0]
+    raise (unanswered or refused)[0]
 
 
 def is_same(head: Head, other: Head) -> bool:

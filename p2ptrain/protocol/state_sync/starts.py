@@ -13,6 +13,7 @@ from typing import Literal
 import trio
 
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.membership.neighbours import RELINKED_WITHIN_S
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.joining import Joining
@@ -30,9 +31,6 @@ Proof = Literal["unbroken", "rooted", "shown by most", ""]
 # should have met the others by then, to count them (guess). A member that has been linked with it for twice as long
 # goes with it, as it has not come back.
 GOES_BACK_AFTER_S, GOES_WITH_AFTER_S = 5.0, 10.0
-# Where no history proves anything, a peer is followed only after having been linked for so long: our line may have been
-# down, and our voters, which prove more than a count of links, are dialled every 80 s at least.
-FOLLOWED_AFTER_S = 90.0
 # A peer of another start of the run may still follow us, as one of us is its initial peer. After this long it
 # will not (guess).
 OTHER_START_S = 10.0
@@ -62,13 +60,18 @@ class Starts:
         """The id of the peer that founded our start; "" before we have its state."""
         return founder_of(self._driver)
 
-    def is_trusted(self, donor: Link | None, other: Head) -> bool:
-        """Whether to follow a peer, or (None) what our user gave, where no history proves anything."""
+    def is_trusted(self, donor: Link | None, other: Head, quorum_s: float) -> bool:
+        """Whether to follow a peer, or (None) what our user gave, where no history proves anything.
+
+        Args:
+            quorum_s: when we last had a quorum of our voters, which prove more than a count of links.
+        """
         if donor is None or self._is_named(donor):
             return True
         here, there = self._links_in(other)
-        has_met_all = trio.current_time() - donor.opened_s >= FOLLOWED_AFTER_S
-        return has_met_all and there > here and not self._context.links.chosen and not self._started_here()
+        # Our line may have been down, and a stranger be the first to be back.
+        was_awaited = trio.current_time() - max(donor.opened_s, quorum_s) >= RELINKED_WITHIN_S
+        return was_awaited and there > here and not self._context.links.chosen and not self._started_here()
 
     def follows(self, donor: Link | None, other: Head | Beat, founder: PeerId, proof: Proof) -> bool | None:
         """Whether we, without a round, go to the start of a peer, or (None) of our user; None if histories decide.
@@ -121,9 +124,9 @@ class Starts:
                 run.run_id,
             )
 
-    def _is_named(self, donor: Link | None) -> bool:
-        """Whether the user named this peer as an initial peer, or (None) gave its state."""
-        return donor is None or donor.peer_id in self._context.links.chosen
+    def _is_named(self, donor: Link) -> bool:
+        """Whether the user named this peer as an initial peer."""
+        return donor.peer_id in self._context.links.chosen
 
     def _started_here(self) -> bool:
         """Whether our user started the run: this peer founded it, and was given no peer to ask."""

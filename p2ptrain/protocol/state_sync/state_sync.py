@@ -7,6 +7,7 @@ whole state. When two lineages meet, their histories decide (`rounds.deciding.hi
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.deciding.history import History, is_rooted, is_unbroken, merged, shared
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
-from p2ptrain.protocol.rounds.deciding.proof import is_quorum
+from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.schedule import FOLLOWING_PATIENCE_S
 from p2ptrain.protocol.state_sync.checkpoint import Restored
@@ -77,6 +78,8 @@ class StateSync:
         self._download: Download | None = None
         # A peer that is behind right after joining was overtaken once.
         self._times_overtaken = 1
+        # When a quorum of our voters was linked last.
+        self._quorum_s = -math.inf
         # Outcome of the current job: "refused", "overtaken", "not now", or "".
         self._outcome = ""
         # Waiting jobs by partner ("" for any): the link, the reason, and our head when it was queued.
@@ -126,6 +129,8 @@ class StateSync:
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
         head = self._driver.head
+        if self._has_quorum():
+            self._quorum_s = trio.current_time()
         self._starts.warn_of_other(link, beat)
         if not self._may_follow(link):
             return
@@ -318,19 +323,29 @@ class StateSync:
             follows = self._starts.follows(donor, head, founder, proof)
             if follows is not None:
                 return follows
-        # Once our lineage has ended, any peer that begins the next one is followed, as we would begin one ourselves.
-        present = () if driver.has_ended else self._context.liveness.present()
-        here = [voter for voter in driver.head.voters if voter in present]
         # A peer that the user named may have followed a liar. While a quorum goes on with us, we do not need it.
-        is_needed = donor is None or len(driver.head.voters) == 1 or not is_quorum(here, driver.head.voters)
+        is_needed = donor is None or not self._has_quorum()
         return is_preferred(
             driver.head,
             ours,
             head,
             entries,
-            {peer_id for peer_id, _ in here},
-            is_trusted=is_needed and self._starts.is_trusted(donor, head),
+            {peer_id for peer_id, _ in self._voters_here()},
+            is_trusted=is_needed and self._starts.is_trusted(donor, head, self._quorum_s),
         )
+
+    def _voters_here(self) -> list[Voter]:
+        """The voters of our head that are in our lineage now.
+
+        None once our lineage has ended: any peer that begins the next one is followed, as we would begin one ourselves.
+        """
+        present = () if self._driver.has_ended else self._context.liveness.present()
+        return [voter for voter in self._driver.head.voters if voter in present]
+
+    def _has_quorum(self) -> bool:
+        """Whether other voters go on with us, enough for a round."""
+        voters = self._driver.head.voters
+        return len(voters) > 1 and is_quorum(self._voters_here(), voters)
 
     def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
         """Raises RunMismatchError unless a history is of the run that the user wants."""

@@ -105,7 +105,7 @@ class NetworkConfig:
     gossip_budget: float = setting(0.02, number("above 0 and at most 1, all cores", lambda share: 0 < share <= 1),
         metavar="SHARE",
         help="Share of this machine's CPU time that gossip may take; less: fewer pushes.",
-        why="Where every core is busy, what gossip takes is lost to training: 5 to 7 % were measured on two cores, as "
+        why="Where every core is busy, what gossip takes is lost to training: 5 to 12 % were measured on two cores, as "
         "the budget does not see all that other threads and processes lose. With eight cores or more, gossip hardly "
         "ever needs as much, and pushes at every step.")
     relay_peers: int = setting(32, count(0),

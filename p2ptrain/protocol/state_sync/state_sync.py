@@ -129,7 +129,7 @@ class StateSync:
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
         head = self._driver.head
-        if self._has_quorum():
+        if not self._context.links.chosen and self._has_quorum():  # links count without initial peers only
             self._quorum_s = trio.current_time()
         self._starts.warn_of_other(link, beat)
         if not self._may_follow(link):

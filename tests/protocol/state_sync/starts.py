@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from typing import Literal
 
 import msgspec
@@ -51,6 +52,25 @@ def made_up_round(driver: RoundDriver, lineage: str, round_: int) -> Entry:
     return Entry(Commit(record, Attempt(1, *own), (Vote(*own, prover.signed_ready(ready).signature),)), None)
 
 
+def stay_away(s: Swarm, name: str) -> None:
+    """A peer does not come back to the others, whatever they show."""
+    s.peers[name].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+
+
+@asynccontextmanager
+async def lying(s: Swarm, name: str) -> AsyncIterator[RoundDriver]:
+    """In the block a peer has a made-up state, and its driver adopts any head. After it, it stays there."""
+    driver = s.peers[name].node.driver
+    s.peers[name].paused = False  # what it has received lands
+    async with driver.paused():
+        driver.context.state.anchor[:] = 7.0
+        driver.context.state.rehash()
+        driver.past_heads = PastHeads()
+        yield driver
+    s.peers[name].paused = True
+    stay_away(s, name)
+
+
 async def lie(s: Swarm, name: str, how: Literal["rooted", "unrooted", "theirs"], last: int = 1000) -> Head:
     """A peer shows made-up rounds of the start whose genesis it has: all from the genesis on, or the last one only.
 
@@ -58,13 +78,9 @@ async def lie(s: Swarm, name: str, how: Literal["rooted", "unrooted", "theirs"],
         how: "rooted" (50 rounds) and "unrooted", in a lineage of its own, or "theirs", in that of the others.
         last: the made-up round, if it is the only one.
     """
-    driver = s.peers[name].node.driver
-    own, prover, genesis = driver.context.liveness.own, driver.context.prover, driver.history.genesis
-    assert genesis is not None
-    s.peers[name].paused = False  # what it has received lands
-    async with driver.paused():
-        driver.context.state.anchor[:] = 7.0
-        driver.context.state.rehash()
+    async with lying(s, name) as driver:
+        own, prover, genesis = driver.context.liveness.own, driver.context.prover, driver.history.genesis
+        assert genesis is not None
         hashes = driver.context.state.hashes
         founding = prover.founding(driver.head.genesis, -1, "0" * 64)
         lineage = driver.head.lineage if how == "theirs" else lineage_of(founding)
@@ -76,25 +92,15 @@ async def lie(s: Swarm, name: str, how: Literal["rooted", "unrooted", "theirs"],
             anchor_hash=hashes.anchor, voters=(own,), commit=None,
         )  # fmt: skip
         signed = SignedHead(head, (Vote(*own, prover.signature_of(head)),), genesis)
-        driver.past_heads = PastHeads()
         driver.adopt(signed, History(genesis, entries))
-    s.peers[name].paused = True
-    # It does not come back to the others.
-    s.peers[name].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
     return head
 
 
 async def abet(s: Swarm, name: str, liar: str) -> None:
     """A peer shows what a liar shows."""
-    node, signed = s.peers[name].node, s.peers[liar].node.driver.signed_head
-    s.peers[name].paused = False
-    async with node.driver.paused():
-        node.driver.context.state.anchor[:] = 7.0
-        node.driver.context.state.rehash()
-        node.driver.past_heads = PastHeads()
-        node.driver.adopt(signed, History(signed.genesis, list(s.peers[liar].node.driver.history.entries)))
-    s.peers[name].paused = True
-    node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+    shown = s.peers[liar].node.driver
+    async with lying(s, name) as driver:
+        driver.adopt(shown.signed_head, History(shown.history.genesis, list(shown.history.entries)))
 
 
 async def keep_dialling(s: Swarm, name: str, other: str) -> None:

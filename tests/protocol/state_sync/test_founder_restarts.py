@@ -10,7 +10,7 @@ import trio
 
 from p2ptrain.protocol.rounds.deciding import history
 from p2ptrain.protocol.state_sync import provenance, transfer
-from tests.protocol.state_sync.starts import PLAIN, geneses, start_anew
+from tests.protocol.state_sync.starts import PLAIN, geneses, start_anew, stay_away
 from tests.protocol.state_sync.test_provenance import checkpoint_of
 from tests.protocol.swarm import Swarm, after, common, run_virtual, start_all, swarm
 
@@ -324,7 +324,7 @@ def test_nobody_leaves_a_new_start_for_an_abandoned_one_that_a_stranger_shows() 
             old = geneses(s, "a")
             s.kill("a")
             s.kill("b")
-            s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+            stay_away(s, "x")
             s.network.partition(["x"], ["a", "b", "c", "d"])
             await trio.sleep(30)
             s.start("a", founder=True)

@@ -13,13 +13,12 @@ import trio
 from p2ptrain.memory_network.network import MemoryDirectory
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
-from p2ptrain.protocol.rounds.deciding.lineage import PastHeads
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire.messages import Beat, Entry, Request, SignedHead, Vote
-from tests.protocol.state_sync.starts import PLAIN, keep_dialling, lie, made_up_round
+from tests.protocol.state_sync.starts import PLAIN, keep_dialling, lie, lying, made_up_round, stay_away
 from tests.protocol.state_sync.test_provenance import checkpoint_of
 from tests.protocol.swarm import Swarm, run_virtual, start_all, swarm
 
@@ -51,13 +50,10 @@ async def fork(s: Swarm, saved: Restored) -> str:
 
     Returns that lineage.
     """
-    driver = s.peers["x"].node.driver
-    own, prover, head = driver.context.liveness.own, driver.context.prover, saved.head
+    head = saved.head
     assert saved.history.genesis is not None
-    s.peers["x"].paused = False
-    async with driver.paused():
-        driver.context.state.anchor[:] = 7.0
-        driver.context.state.rehash()
+    async with lying(s, "x") as driver:
+        own, prover = driver.context.liveness.own, driver.context.prover
         hashes = driver.context.state.hashes
         founding = prover.founding(head.lineage, head.round, hashes.state)
         forged = msgspec.structs.replace(
@@ -65,10 +61,7 @@ async def fork(s: Swarm, saved: Restored) -> str:
             commit=None,
         )  # fmt: skip
         signed = SignedHead(forged, (Vote(*own, prover.signature_of(forged)),), saved.history.genesis)
-        driver.past_heads = PastHeads()
         driver.adopt(signed, History(saved.history.genesis, [*saved.history.entries, Entry(None, founding)]))
-    s.peers["x"].paused = True
-    s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
     return forged.lineage
 
 
@@ -113,7 +106,7 @@ def test_a_head_with_the_members_state_and_a_voter_of_its_own_is_another_one(ini
                     return SignedHead(head, (Vote(*own, prover.signature_of(head)),), genesis.genesis)
 
             driver.__class__ = Lying
-            s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+            stay_away(s, "x")
             mirror(s)
             await trio.sleep(3 + seed)
             e = s.start("e", chosen=[initial_peer])
@@ -226,7 +219,7 @@ def test_a_joiner_that_knows_the_founder_counts_no_peer_of_another_run(
             s.network.partition(["a"], ["x"])
             s.start("x", chosen=["bootstrap"])
             await s.until(lambda: all(s.peers[name].rounds() for name in "ax"))
-            s.peers["x"].node.state_sync.on_beat = lambda link, beat: None  # type: ignore[method-assign]
+            stay_away(s, "x")
             s.network.partition()
             answers_s, slow = trio.current_time() + answers_after_s, s.peers["a"].node.driver
 

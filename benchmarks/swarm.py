@@ -6,6 +6,7 @@ peers run all phases of a swarm, so that phases with and without an exchange can
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class Setup:
         round_steps: enough steps for a round to become due and land.
         prepare_s: how long building model and work may take.
         step_timeout_s: how long a step may take on average.
+        own_core: each peer, with its p2pd, has one core and no other, as on a machine of its own. Linux only.
     """
 
     model: Callable[[], nn.Module]
@@ -61,6 +63,7 @@ class Setup:
     round_steps: int = 600
     prepare_s: float = 60.0
     step_timeout_s: float = STEP_TIMEOUT_S
+    own_core: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,9 @@ def _peer(pipe: Connection, setup: Setup, index: int, peers: int) -> None:
     if setup.machines:
         enter(setup.machines[index].pid)
         address = setup.machines[index].address
+    if setup.own_core:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[index % len(cores)]})
     model = setup.model()
     work = setup.work(model)
     pipe.send("prepared")

@@ -124,7 +124,7 @@ class Gossip:
             waiting.append(push)
             while waiting and self._exchange.steps - waiting[0].steps >= self._run.fragment_delay:
                 with self._context.errors.containing("pushing a fragment", "it is skipped"):
-                    self._sending_cpu_s += await self._send(waiting.popleft())
+                    await self._send(waiting.popleft())
 
     def receive(self, event: PushBegun | Push | OutlierFound) -> None:
         """Take an event of the training thread."""
@@ -224,14 +224,15 @@ class Gossip:
                 pace.budget,
             )
 
-    async def _send(self, push: Push) -> float:
-        """Encode a push and queue it for its receivers. Returns the CPU seconds of encoding."""
+    async def _send(self, push: Push) -> None:
+        """Encode a push and queue it for its receivers."""
         try:
             payload, cpu_s = await self._off_loop(len(push.values), lambda: self._codec.encode(push.values.numpy()))
         except ValueError:
             # Our training has diverged: send nothing.
             self._exchange.inbox.count_skipped("not_finite")
-            return 0.0
+            return
+        self._sending_cpu_s += cpu_s
         epoch, plan = push.epoch, push.plan
 
         def make() -> Fragment:
@@ -242,7 +243,6 @@ class Gossip:
         until_s = push.gathered_s + self._exchange.max_age_s
         for partner in self._partners(push):
             partner.send_fragment(make, payload, until_s=until_s)
-        return cpu_s
 
     def _check(self, message: Fragment, payload: bytes) -> None:
         if message.selection != self._run.fragment_selection or message.num_slots != self._num_slots:

@@ -11,9 +11,11 @@ from collections import deque
 
 # At most about 20 pushes a second (measured): faster steps share one push.
 MIN_PUSH_INTERVAL_S = 0.05
-# The cost that we measure here (gathering, planning, encoding, decoding, mixing) is a third of the CPU time of a push.
-# The rest wakes network threads, reads and writes sockets and encrypts. Measured with two peers: see docs/log/.
-WHOLE_FACTOR = 3.0
+# We measure the CPU time of gathering, planning, encoding, decoding and mixing. A push costs more: waking threads, and
+# caches that are cold for training after it, cost the same whatever its size; sockets and encryption grow with it.
+# Measured with two peers and models of 0.2M to 124M parameters that kept two cores busy: see docs/log/.
+FIXED_CPU_S = 0.005
+WHOLE_FACTOR = 1.3
 # Receiving a fragment of the same size costs up to twice as much as sending one (mixing). The cost of larger fragments
 # is limited to four times.
 MOST_RECEIVED = 4.0
@@ -29,7 +31,7 @@ def push_interval_s(seen_cpu_s: float, budget: float) -> float:
         seen_cpu_s: measured CPU seconds of sending one push and receiving one.
         budget: cores that gossip may keep busy.
     """
-    return WHOLE_FACTOR * seen_cpu_s / budget
+    return (FIXED_CPU_S + WHOLE_FACTOR * seen_cpu_s) / budget
 
 
 class PushPace:

@@ -249,7 +249,7 @@ def test_gossip_pushes_as_often_as_its_budget_allows() -> None:
     found = estimate_run(RUN, 25_000_000, link)
     assert 3 <= found.push_every_s / link.step_s <= 4
     assert found.gossip_bytes_s == found.fragment_bytes / found.push_every_s
-    assert "a push every 0.3 s by --gossip-budget 0.02" in "\n".join(texts(RUN, 25_000_000, link, found))
+    assert "a push every 0.4 s by --gossip-budget 0.02" in "\n".join(texts(RUN, 25_000_000, link, found))
     unlimited = dataclasses.replace(link, gossip_budget=1.0)
     found = estimate_run(RUN, 25_000_000, unlimited)
     assert found.push_every_s == link.step_s

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from p2ptrain.protocol.push_pace import MOST_RECEIVED, WHOLE_FACTOR, PushPace, push_interval_s
+from p2ptrain.protocol.push_pace import FIXED_CPU_S, MOST_RECEIVED, WHOLE_FACTOR, PushPace, push_interval_s
 
 
 def test_the_interval_is_the_cost_of_a_push_over_the_budget() -> None:
-    assert push_interval_s(0.002, 0.02) == pytest.approx(WHOLE_FACTOR * 0.1)
-    assert push_interval_s(0.002, 1.0) == pytest.approx(WHOLE_FACTOR * 0.002)
-    assert push_interval_s(0.0, 0.02) == 0.0
+    whole_s = FIXED_CPU_S + WHOLE_FACTOR * 0.002
+    assert push_interval_s(0.002, 0.02) == pytest.approx(whole_s / 0.02)
+    assert push_interval_s(0.002, 1.0) == pytest.approx(whole_s)
+    assert push_interval_s(0.002, math.inf) == 0.0
 
 
 def pushes(pace: PushPace, *, cpu_s: float, step_s: float, steps: int) -> int:
@@ -30,12 +33,12 @@ def pushes(pace: PushPace, *, cpu_s: float, step_s: float, steps: int) -> int:
 def test_over_many_steps_gossip_takes_its_budget(budget: float, step_s: float) -> None:
     cpu_s = 0.01
     sent = pushes(PushPace(budget), cpu_s=cpu_s, step_s=step_s, steps=20_000)
-    allowed = budget * 20_000 * step_s / (WHOLE_FACTOR * cpu_s)
+    allowed = budget * 20_000 * step_s / (FIXED_CPU_S + WHOLE_FACTOR * cpu_s)
     assert sent == pytest.approx(allowed, abs=3)
 
 
 def test_every_step_pushes_where_that_is_cheap() -> None:
-    assert pushes(PushPace(0.02), cpu_s=0.0001, step_s=0.1, steps=500) == 500
+    assert pushes(PushPace(0.06), cpu_s=0.0001, step_s=0.1, steps=500) == 500
 
 
 def test_before_a_push_and_a_fragment_were_measured_every_step_pushes() -> None:

@@ -181,10 +181,10 @@ def lying(liars: Liars) -> Iterator[None]:
         if peer_id in liars.liars and taker.own is not None:
             taker.own = LyingContribution(taker.own, liars, peer_id)
 
-    async def lying_send(gossip: Gossip, push: Push) -> float:
+    async def lying_send(gossip: Gossip, push: Push) -> None:
         peer_id = gossip._context.peer_id
         liars.note_push(peer_id, push)
-        return await send(gossip, liars.push(peer_id, push) if peer_id in liars.liars else push)
+        await send(gossip, liars.push(peer_id, push) if peer_id in liars.liars else push)
 
     # By name, as types do not let methods be replaced.
     setattr(SnapshotTaker, "arrive", lying_arrive)  # noqa: B010

@@ -91,7 +91,8 @@ class P2PCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the Trainer's mean loss since its last log, to record it with the next step."""
         logs = kwargs["logs"]
-        self._loss = logs.get("loss")
+        # An evaluation logs too, without it, before the next step.
+        self._loss = logs.get("loss", self._loss)
         logs |= {"round": self._peer.round, "peers": 1 + len(self._peer.alive)}
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -108,6 +109,15 @@ class P2PCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """At the end of the run, wait for the last round, after which all peers have the same weights."""
+        length, position = self._peer.run.total_steps, self._peer.run_step
+        if position < length:
+            logger.warning(
+                "the Trainer has ended at step %d of %d of the run: a peer that is faster than others takes more "
+                "steps, but with a dataset that has a length the Trainer takes at most max_steps; give an "
+                "IterableDataset",
+                position,
+                length,
+            )
         wait_for_last_round(self._peer)
 
     def _samples(self, args: TrainingArguments, state: TrainerState) -> int:

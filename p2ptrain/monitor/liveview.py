@@ -108,7 +108,7 @@ class LiveView:
     def _note_step(self, now: float, step: int) -> None:
         if not self._steps or now - self._steps[-1][0] >= 1:
             self._steps.append((now, step))
-        while now - self._steps[0][0] > SPEED_WINDOW_S:
+        while len(self._steps) > 2 and now - self._steps[0][0] > SPEED_WINDOW_S:
             self._steps.popleft()
 
     def frame(self, width: int, height: int) -> RenderableType:

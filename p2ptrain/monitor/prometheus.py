@@ -32,7 +32,7 @@ METRICS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "rounds_late": ("Counter", "Committed rounds without this peer's outer gradient.", {}),
     "daemon_restarts": ("Counter", "Restarts of the libp2p daemon.", {}),
-    "loss": ("Gauge", "Training loss of this peer's last step, in nats.", {}),
+    "loss": ("Gauge", "Newest training loss of this peer, in nats.", {}),
     "eval_loss": ("Gauge", "Newest loss on held-out data, in nats.", {}),
     "run_step": ("Gauge", "The run's step that this peer has reached.", {}),
     "step_seconds": ("Gauge", "Moving average of the time of an inner step without its exchange.", {}),
@@ -120,13 +120,15 @@ class PrometheusSink:
                 self._info.info({"version": __version__, **run, **peer})
             case "adopt":
                 metrics["run_step"].set(fields["run_step"])
-                metrics["round"].set(fields["round"])
+                if fields["round"] >= 0:
+                    metrics["round"].set(fields["round"])
             case "step":
                 metrics["steps"].inc()
                 metrics["tokens"].inc(fields["tokens"])
                 metrics["run_step"].set(fields["step"])
                 metrics["step_seconds"].set(fields["step_s"])
-                metrics["loss"].set(_number(fields["loss"]))
+                if fields["loss"] is not None:  # a Trainer knows one only every few steps
+                    metrics["loss"].set(_number(fields["loss"]))
                 metrics["exchange_seconds"].observe(fields["exchange_s"])
             case "fragments":
                 metrics["fragments_sent"].inc(fields["sent"])

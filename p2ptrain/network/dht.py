@@ -52,7 +52,8 @@ LEAVE_TIMEOUT_S = 1.0
 MAX_CLOCK_SKEW_S = 3.0
 VERIFIED_RECORDS = 4096
 # How often lost initial peers are dialled, so that a split network reconnects; their addresses may be dead.
-REJOIN_INTERVAL_S = 15.0
+# Each dead one takes DIAL_TIMEOUT_S, and a peer that was restarted remembers up to 64.
+REJOIN_INTERVAL_S, REJOINED_AT_ONCE = 15.0, 16
 # How often a node with an empty routing table asks its daemon for connected peers, which takes half a millisecond.
 ALONE_INTERVAL_S = 1.0
 
@@ -319,14 +320,20 @@ async def _keep_initial_peers(
     hivemind's node forgets peers that do not answer, and never dials them again. It would stay alone after an outage,
     and a split network would never become one again.
     """
-    errors = ErrorLog(logger)
-    while True:
-        for peer_id, maddrs in initial_peers.items():
+    errors, limit = ErrorLog(logger), trio.CapacityLimiter(REJOINED_AT_ONCE)
+
+    async def reconnect(peer_id: str, maddrs: list[str]) -> None:
+        async with limit:
             with errors.containing("reconnecting initial peers"), contextlib.suppress(PeerLostError):
                 peer = hivemind.PeerID.from_base58(peer_id)
                 if node.protocol.routing_table.get(peer_id=peer) is None:
                     await dial(control_path, peer_id, maddrs, DIAL_TIMEOUT_S)
                     await from_asyncio(node.protocol.call_ping(peer))
+
+    while True:
+        async with trio.open_nursery() as nursery:
+            for peer_id, maddrs in initial_peers.items():
+                nursery.start_soon(reconnect, peer_id, maddrs)
         await trio.sleep(REJOIN_INTERVAL_S)
 
 

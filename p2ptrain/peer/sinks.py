@@ -5,6 +5,7 @@ The event names and fields are public (docs/use/metrics.md): add, never rename.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -28,6 +29,8 @@ MAX_WAITING = 10_000
 REST_S = 0.5
 # The longest line, a `sample` of 512 weights, takes 12 kB.
 MAX_LINE_BYTES = 1024 * 1024
+# How long closing waits for the disk (guess).
+CLOSE_TIMEOUT_S = 5.0
 # Limits of a value in a user's own event for which JSON has no form.
 MAX_DEPTH, MAX_TEXT = 4, 200
 
@@ -98,9 +101,11 @@ class MetricsFile:
     def close(self) -> None:
         """Write the queued events and close the file. Blocks for up to 5 s. May be called twice."""
         if self._thread.is_alive():
-            self._queue.put(None)
+            deadline = time.monotonic() + CLOSE_TIMEOUT_S
+            with contextlib.suppress(queue.Full):  # a disk that hangs
+                self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
             self._urgent.set()
-            self._thread.join(5.0)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         with self._file:

@@ -50,6 +50,23 @@ def test_one_exchange_a_step_of_the_optimizer_and_the_means_that_the_trainer_log
     assert not peer.waited  # a run without end
 
 
+def test_an_evaluation_does_not_lose_the_loss(tmp_path: Path) -> None:
+    peer = Peer()
+    trainer(peer, tmp_path, eval_strategy="steps", eval_steps=2).train()
+    assert [loss is not None for loss in peer.losses] == [False, False, True, False, True, False, True, False]
+
+
+def test_a_fast_peer_says_that_a_dataset_with_an_end_ended_it_early(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Peer(LENGTH, pace=0.5)
+    run = trainer(peer, tmp_path, save_strategy="no")
+    run.train_dataset = [next(iter(Windows()))] * (4 * 6)
+    run.train()
+    assert peer.run_step < LENGTH
+    assert "has ended at step 4 of 8 of the run" in caplog.text
+
+
 def test_a_round_has_landed_whole_in_weights_that_the_trainer_saves_or_evaluates(tmp_path: Path) -> None:
     peer = Peer()
     trainer(peer, tmp_path, save_steps=4, eval_strategy="steps", eval_steps=3).train()

@@ -66,6 +66,16 @@ def _shown(view: LiveView, width: int = 120, height: int = 40, *, colour: bool =
     return output.getvalue().splitlines()
 
 
+def test_slow_steps_have_a_speed() -> None:
+    clock = Clock()
+    view = LiveView(clock=clock)
+    view.write("start", run_id="novels", peer_id=ME, maddrs=[], run={"total_steps": 10, "model": "gpt-demo"})
+    for step in range(1, 5):
+        clock.now += 70
+        view.write("step", step=step, loss=2.1, tokens=256, step_s=70.0, exchange_s=0.0004)
+    assert view._speed() == pytest.approx(1 / 70)
+
+
 def test_it_shows_progress_and_the_status_of_each_peer() -> None:
     assert [line.rstrip() for line in _shown(_view())] == [
         "",

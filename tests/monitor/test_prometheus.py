@@ -114,6 +114,18 @@ def test_unknown_values_are_nan(sink: PrometheusSink) -> None:
     assert math.isnan(_value(sink, "eval_loss"))
 
 
+def test_a_loss_stays_until_the_next_one_is_known(sink: PrometheusSink) -> None:
+    """A Trainer knows one every 50th step."""
+    for step, loss in enumerate((2.5, None)):
+        sink.write("step", step=step, loss=loss, tokens=1, step_s=0.1, exchange_s=0.1)
+    assert _value(sink, "loss") == 2.5
+
+
+def test_a_founder_has_no_round_before_the_first(sink: PrometheusSink) -> None:
+    sink.write("adopt", reason="founded the run", run_step=0, round=-1)
+    assert math.isnan(_value(sink, "round"))
+
+
 def test_two_peers_in_one_process_have_separate_metrics(sink: PrometheusSink) -> None:
     other = PrometheusSink("127.0.0.1:0")
     other.write("step", step=1, loss=1.0, tokens=1, step_s=0.1, exchange_s=0.1)

@@ -16,7 +16,7 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht import DHTID
 
-from p2ptrain.errors import ConfigError, UnreachableError
+from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
 from p2ptrain.network import dht
 from p2ptrain.network._hivemind import DHTRecord, MSGPackSerializer, PeerID, RSAPrivateKey
 from p2ptrain.network.dht import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES, OwnedRecords, owner_of, owner_subkey
@@ -113,6 +113,27 @@ def test_the_others_stay_together_when_the_first_peer_leaves(run: Run) -> None:
                 assert await third.directory.lookup("run") == expected
 
     run(main)
+
+
+def test_dead_initial_peers_delay_none_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, tried = [f"dead {number}" for number in range(15)], list[float]()
+
+    async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
+        if peer_id == "living":
+            tried.append(trio.current_time())
+        await trio.sleep(timeout_s)
+        raise PeerLostError("cannot be reached")
+
+    async def main() -> None:
+        began_s = trio.current_time()
+        with trio.move_on_after(60.0):
+            await dht._keep_initial_peers(Mock(**{"protocol.routing_table.get.return_value": None}), "", initial_peers)
+        assert [time - began_s for time in tried] == pytest.approx([0, 25, 50])
+
+    initial_peers: dict[str, list[str]] = {peer_id: [] for peer_id in [*dead, "living"]}
+    monkeypatch.setattr(dht, "dial", dial)
+    monkeypatch.setattr(dht.hivemind, "PeerID", Mock())
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_an_initial_peer_that_comes_back_is_found_again(

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.peer import sinks
 from p2ptrain.peer.sinks import REST_S, MetricsFile, Sinks
 
 
@@ -98,6 +99,16 @@ class Rest:
     def wait(self, limit_s: float) -> None:
         self.limits_s.put(0.0 if self.runs_out.is_set() else limit_s)
         self.runs_out.wait()
+
+
+def test_a_disk_that_hangs_does_not_keep_a_peer_from_leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_S", 0.05)
+    disk_goes_on, metrics = threading.Event(), MetricsFile(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(metrics, "_append", lambda line: disk_goes_on.wait())
+    for _ in range(sinks.MAX_WAITING + 2):
+        metrics.write("round")
+    metrics.close()
+    disk_goes_on.set()
 
 
 def test_lines_of_steps_wait_for_each_other_and_no_other_line_does(tmp_path: Path) -> None:

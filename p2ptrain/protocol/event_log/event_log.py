@@ -113,7 +113,7 @@ class EventLog:
 
     def _end_fold(self, now: float) -> None:
         fold = self._steps
-        if fold is None or now - fold["began"] < FOLD_S:
+        if fold is None or 0 <= now - fold["began"] < FOLD_S:  # the clock may be set back
             return
         total, count = self._loss
         self._steps = None

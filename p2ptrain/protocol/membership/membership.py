@@ -27,7 +27,7 @@ from p2ptrain.protocol.membership.directory import (
     keep_announced,
     member_key,
 )
-from p2ptrain.protocol.membership.neighbours import MAX_RETRY_S, KnownPeer, forget_order
+from p2ptrain.protocol.membership.neighbours import MAX_RETRY_S, KnownPeer, forget_order, lost_peers
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
 from p2ptrain.protocol.membership.swarm_size import SwarmSize
 from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID
@@ -52,6 +52,8 @@ RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 8.0, 60.0
 POLL_S, LARGE_POLL_S = 0.2, 1.0
 # How often the list of peers to name in Beats is renewed in a large swarm.
 LIST_EVERY_S = 1.0
+# So long after its record has expired, a peer that is not linked is forgotten.
+FORGOTTEN_AFTER_S = 2 * RECORD_TTL_S
 # Members remembered. A joiner has to try them all, so it remembers as many as the directory's keys hold.
 MAX_KNOWN = 256
 MAX_KNOWN_JOINING = 2048
@@ -216,7 +218,7 @@ class Membership:
         now = trio.current_time()
         self.known.pop(peer_id, None)
         self._ignored_until_s = {peer: until_s for peer, until_s in self._ignored_until_s.items() if until_s > now}
-        self._ignored_until_s[peer_id] = now + 2 * RECORD_TTL_S
+        self._ignored_until_s[peer_id] = now + FORGOTTEN_AFTER_S
 
     def awaits(self, peer_ids: Collection[PeerId]) -> bool:
         """Whether one of these is an announced member that has not been dialled yet."""
@@ -249,7 +251,8 @@ class Membership:
         if not self.is_large:
             return linked
         # Not peers that others only named to us: made-up names would spread.
-        found = [peer for peer, member in self.known.items() if member.maddrs and not member.teller]
+        since_s = trio.current_time() - FORGOTTEN_AFTER_S
+        found = [p for p, peer in self.known.items() if peer.maddrs and not peer.teller and peer.found_s >= since_s]
         return sorted(filter(self.rounds.is_candidate, found)) or linked
 
     def _linked(self) -> list[PeerId]:
@@ -347,13 +350,18 @@ class Membership:
             nursery.start_soon(self._dial_one, peer_id, peer, timeout_s)
 
     def _due(self, now: float, of_round: Collection[PeerId]) -> list[PeerId]:
-        """The peers that may be dialled now. Also notes which are linked, and forgets those no longer announced."""
+        """The peers that may be dialled now. Also notes which are linked, and forgets those no longer announced.
+
+        It remembers the last `lost_peers`: if nobody is announced any more, our own line may have failed.
+        """
         due: list[PeerId] = []
+        stale = {peer_id: peer for peer_id, peer in self.known.items() if now - peer.seen_s > FORGOTTEN_AFTER_S}
+        lost = lost_peers({peer_id: peer for peer_id, peer in stale.items() if self._links.get(peer_id) is None}, now)
         for peer_id, peer in list(self.known.items()):
             if self._links.get(peer_id) is not None:
                 retry_s = ROUND_PEER_RETRY_S if peer_id in of_round else NEIGHBOUR_RETRY_S
                 peer.note_linked(now, now + retry_s if self.is_large else now)
-            elif now - peer.seen_s > 2 * RECORD_TTL_S:
+            elif peer_id in stale and peer_id not in lost:
                 del self.known[peer_id]
             elif now < peer.next_dial_s + peer.extra_delay_s or peer_id in self._dialling:
                 continue

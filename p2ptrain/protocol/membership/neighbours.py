@@ -21,6 +21,9 @@ RELINKED_WITHIN_S = 90.0
 # After this many failed dials, a peer without a public address is assumed to be behind another NAT. It is then tried
 # rarely, in case it moves into our network.
 PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
+# A peer that is no longer announced is forgotten. So many that were linked last and did not leave are kept for a day:
+# after an outage, which also empties the DHT, a peer whose initial peers are gone comes back through these.
+MAX_LOST, LOST_FOR_S = 16, 24 * 3600.0
 # A member links to this many peers. Gossip needs no more, because its partners are uniformly random. A joiner links to
 # all known peers, because it must know whether any of them has the run's state.
 MAX_DIALLED = 64
@@ -76,6 +79,12 @@ class KnownPeer:
         """Note that the peer is linked. If the link ends, it is not dialled before `next_dial_s`."""
         self.seen_s, self.retry_s, self.next_dial_s, self.reached = now, FIRST_RETRY_S, next_dial_s, True
         self.teller, self.found_s = "", now
+
+
+def lost_peers(idle: Mapping[PeerId, KnownPeer], now: float) -> list[PeerId]:
+    """The peers without a link that are dialled although nobody announces them: those that were linked last."""
+    lost = [peer_id for peer_id, peer in idle.items() if peer.reached and now - peer.found_s <= LOST_FOR_S]
+    return sorted(lost, key=lambda peer_id: -idle[peer_id].found_s)[:MAX_LOST]
 
 
 def forget_order(idle: Mapping[PeerId, KnownPeer]) -> list[PeerId]:

@@ -113,6 +113,7 @@ class StateSync:
             is_behind = any(map(self._may_follow, self._context.links.trainers()))
             if (caught_up or self._outcome == "refused") and not is_behind:
                 self._times_overtaken = 0
+                self._download = None  # what was not completed takes the memory of a state
             elif caught_up or self._outcome == "overtaken":
                 # Also if we have the requested state, and are behind again: the next rounds should wait for us.
                 self._times_overtaken += 1

@@ -88,6 +88,16 @@ def test_steps_are_folded_and_add_up() -> None:
     assert [event["step"] for event in rest] == [40, 60, 80, 100]
 
 
+def test_steps_are_told_also_after_the_clock_was_set_back() -> None:
+    book = Book()
+    book.step(1)
+    book.clock.now -= 60.0
+    for n in range(2, 101):
+        book.step(n)
+        book.clock.now += 0.1
+    assert sum(event["steps"] for event in book.read() if event["event"] == "step") > 50
+
+
 def test_a_reader_gets_everything_once() -> None:
     book = Book()
     book.round(0)

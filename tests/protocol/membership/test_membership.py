@@ -20,6 +20,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership import neighbours
 from p2ptrain.protocol.membership.directory import (
     ANNOUNCE_EVERY_S,
     BUCKETS,
@@ -460,6 +461,23 @@ def test_members_meet_again_after_a_partition() -> None:
     run_virtual(main)
 
 
+@pytest.mark.parametrize("lasts_s", [200, 1800])
+def test_members_meet_again_after_an_outage_that_has_emptied_the_directory(lasts_s: float) -> None:
+    """No initial peer is left, and none of them is announced any more: they remember whom they were linked with."""
+
+    async def main() -> None:
+        async with town() as t:
+            members = [await t.start(name) for name in "abcd"]
+            await until(lambda: all(len(m.linked) == 3 for m in members))
+            t.network._records = None
+            t.network.partition(["a"], ["b", "c"], ["d"])
+            await trio.sleep(lasts_s)
+            t.network.partition()
+            await until(lambda: all(len(m.linked) == 3 for m in members), within_s=1.3 * MAX_RETRY_S + 15)
+
+    run_virtual(main)
+
+
 # --- remembering and forgetting ----------------------------------------------------------------------------------
 
 
@@ -494,6 +512,30 @@ def test_a_dead_address_is_dialled_less_and_less_and_then_forgotten() -> None:
             assert 4 <= len(gaps) <= 6
             await trio.sleep(300)
             assert len(dialled) == len(times)
+
+    run_virtual(main)
+
+
+def test_the_last_lost_peers_are_dialled_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "MAX_LOST", 2)
+    monkeypatch.setattr(neighbours, "LOST_FOR_S", 600.0)
+
+    async def main() -> None:
+        async with town() as t:
+            a, *_ = [await t.start(name) for name in "abcd"]
+            await until(lambda: len(a.linked) == 3)
+            for name in "bcd":
+                t.kill(name)
+                await trio.sleep(2 * RECORD_TTL_S)
+            t.network._records = None
+            await trio.sleep(2 * RECORD_TTL_S)
+            assert sorted(a.membership.known) == ["c", "d"]
+            await trio.sleep(400)
+            assert "d" in a.membership.known
+            # Nobody names a dead peer for ever: names do not count.
+            a.membership.hint("d", ("/memory/d",), teller="b")
+            await trio.sleep(200)
+            assert not a.membership.known
 
     run_virtual(main)
 

@@ -15,9 +15,9 @@ from p2ptrain.settings.config import RunConfig
 # Each peer waits this long for each linked one with a lower id (guess; three heartbeats of a small swarm), but for so
 # many at most, and for an answer about a claimed state at most this long: claims cost nothing.
 TURN_S, MAX_TURNS, ANSWER_S = 3.0, 3, 10.0
-# Changes of the head that are remembered, other than to the next round. A run has a few. With more, only a restart
-# helps.
-MAX_JUMPS = 1000
+# Changes of the head that are remembered, other than to the next round, in some 10 MB. A peer whose line fails every
+# hour has two in each outage, so this is for years. With more, only a restart helps.
+MAX_JUMPS = 100_000
 # Bounds the digits in a lineage's id. No run has so many lineages.
 MAX_GENERATION = 999_999_999
 
@@ -29,23 +29,30 @@ class PastHeads:
     """
 
     def __init__(self) -> None:
-        self._heads: list[tuple[str, range]] = []  # rounds in a row
+        self._rounds: dict[str, list[range]] = {}  # of each lineage, rounds in a row
+        self._lineage = ""
+        self._jumps = 0
 
     def may_adopt(self, head: Head) -> bool:
         """Whether a head is none that we had, nor of an earlier round of our lineage."""
-        lineage, rounds = self._heads[-1] if self._heads else ("", range(0))
-        if head.lineage == lineage and head.round < rounds.stop:
+        if head.lineage == self._lineage and head.round < self._rounds[head.lineage][-1].stop:
             return False
-        if len(self._heads) >= MAX_JUMPS and (head.lineage, head.round) != (lineage, rounds.stop):
+        if self._jumps >= MAX_JUMPS and not self._is_next(head):
             return False
-        return not any(head.lineage == lineage and head.round in rounds for lineage, rounds in self._heads)
+        return not any(head.round in rounds for rounds in self._rounds.get(head.lineage, ()))
 
     def note(self, head: Head) -> None:
         """This is our head now."""
-        first = head.round
-        if self._heads and (self._heads[-1][0], self._heads[-1][1].stop) == (head.lineage, head.round):
-            first = self._heads.pop()[1].start
-        self._heads.append((head.lineage, range(first, head.round + 1)))
+        if self._is_next(head):
+            first = self._rounds[head.lineage].pop().start
+        else:
+            first = head.round
+            self._jumps += 1
+        self._rounds.setdefault(head.lineage, []).append(range(first, head.round + 1))
+        self._lineage = head.lineage
+
+    def _is_next(self, head: Head) -> bool:
+        return head.lineage == self._lineage and head.round == self._rounds[head.lineage][-1].stop
 
 
 def has_ended(voters: Sequence[Voter], present: Collection[Voter], is_gone: Callable[[Voter], bool]) -> bool:

@@ -219,7 +219,9 @@ class Committer:
             landing = self._landing_of(record, included, missed_rounds)
             # Training continues while the hashes are computed.
             self._hand_over(landing)
-            self._missed_rounds[context.grid.section], progress.landing = missed_rounds, landing
+            # At the anchor, a peer has not drifted.
+            self._missed_rounds[context.grid.section] = 0 if landing.kind == "write" else missed_rounds
+            progress.landing = landing
         numbers, hashes = context.state.chunks_within(context.grid.first, context.grid.end), list[str]()
         at_a_time = CHUNKS_PER_VISIT * context.compute.threads
         for i in range(0, len(numbers), at_a_time):

@@ -11,7 +11,6 @@ import trio
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.deciding.lineage import (
-    MAX_JUMPS,
     PastHeads,
     check_head,
     generation_of,
@@ -199,15 +198,16 @@ def test_no_head_is_had_twice() -> None:
             history.note(at(lineage, round_))
             stood.append(at(lineage, round_))
         assert not any(map(history.may_adopt, stood))
-    assert len(history._heads) == 5
+    assert history._jumps == 5
     history.note(at("x", 20))
     assert not history.may_adopt(at("x", 13)), "behind us"
     assert history.may_adopt(at("x", 21))
 
 
-def test_where_we_stood_takes_a_bounded_room() -> None:
+def test_where_we_stood_takes_a_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.protocol.rounds.deciding.lineage.MAX_JUMPS", 1000)
     history = PastHeads()
-    for number in range(MAX_JUMPS):
+    for number in range(1000):
         assert history.may_adopt(at(str(number), 3))
         history.note(at(str(number), 3))
     assert not history.may_adopt(at("another", 3))
@@ -215,7 +215,8 @@ def test_where_we_stood_takes_a_bounded_room() -> None:
     for round_ in range(4, 20):  # rounds go on
         assert history.may_adopt(at(str(number), round_))
         history.note(at(str(number), round_))
-    assert len(history._heads) == MAX_JUMPS
+    assert history._jumps == 1000
+    assert sum(map(len, history._rounds.values())) == 1000
 
 
 @pytest.mark.parametrize("parent", ["abc-def", "9" * 4000 + "-a", "-", "-1-a", "٣-a", "1-\x1b[2J", "ab" * 32, ""])

@@ -99,6 +99,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(str(line))
 
 
+def pytest_collection_finish() -> None:
+    """Forget processes that imports started: matplotlib lists the fonts on its first import."""
+    _started.clear()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """`make check` starts no process: a test that starts one says so with the marker."""

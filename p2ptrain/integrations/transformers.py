@@ -110,11 +110,10 @@ class P2PCallback(TrainerCallback):
     ) -> None:
         """At the end of the run, wait for the last round, after which all peers have the same weights."""
         length, position = self._peer.run.total_steps, self._peer.run_step
-        if position < length:
+        if position < length and not control.should_training_stop:
             logger.warning(
-                "the Trainer has ended at step %d of %d of the run: a peer that is faster than others takes more "
-                "steps, but with a dataset that has a length the Trainer takes at most max_steps; give an "
-                "IterableDataset",
+                "the Trainer has ended at step %d of %d of the run, because its dataset has a length: it then takes at "
+                "most max_steps steps, and a peer that is faster than others needs more; give an IterableDataset",
                 position,
                 length,
             )

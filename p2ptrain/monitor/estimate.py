@@ -47,8 +47,8 @@ COMPUTE_S = 1 / 25e6
 # A TCP connection begins with ten segments (RFC 6928) and doubles its window in each round trip. It begins anew after a
 # pause, as between two rounds.
 FIRST_WINDOW_BYTES = 14_600
-# CPU time of a push, as `PushPace` counts it, and of each of its bytes: 6.1 ms for a fragment of 22 kB, 8.0 ms for
-# 131 kB, 12 ms for 650 kB (docs/log/, "gossip that became rarer and rarer").
+# CPU time of a push, as `PushPace` counts it, and of each of its bytes: 6.0 ms for a fragment of 22 kB, 7.6 ms for
+# 131 kB, 12.9 ms for 650 kB (computed from docs/log/, "gossip that became rarer and rarer").
 PUSH_S, PUSH_BYTE_S = 6e-3, 1e-8
 # Memory, in units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: the most
 # that a round adds (3.66 x measured at 124M, int8, docs/evidence/benchmarks.md), in host memory even with a GPU.

@@ -103,12 +103,23 @@ class Rest:
 
 def test_a_disk_that_hangs_does_not_keep_a_peer_from_leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_S", 0.05)
-    disk_goes_on, metrics = threading.Event(), MetricsFile(tmp_path / "metrics.jsonl")
-    monkeypatch.setattr(metrics, "_append", lambda line: disk_goes_on.wait())
-    for _ in range(sinks.MAX_WAITING + 2):
+    disk_goes_on, hangs, metrics = threading.Event(), threading.Event(), MetricsFile(tmp_path / "metrics.jsonl")
+
+    def append(line: bytes) -> None:
+        hangs.set()
+        disk_goes_on.wait()
+
+    monkeypatch.setattr(metrics, "_append", append)
+    metrics.write("round")
+    assert hangs.wait(10)
+    for _ in range(sinks.MAX_WAITING + 1):
         metrics.write("round")
     metrics.close()
+    assert metrics._thread.is_alive()
     disk_goes_on.set()
+    monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_S", 10.0)
+    metrics.close()
+    assert not metrics._thread.is_alive()
 
 
 def test_lines_of_steps_wait_for_each_other_and_no_other_line_does(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 8.0, 60.0
 POLL_S, LARGE_POLL_S = 0.2, 1.0
 # How often the list of peers to name in Beats is renewed in a large swarm.
 LIST_EVERY_S = 1.0
-# So long after its record has expired, a peer that is not linked is forgotten.
+# A peer that is not linked is forgotten this long after we last heard of it.
 FORGOTTEN_AFTER_S = 2 * RECORD_TTL_S
 # Members remembered. A joiner has to try them all, so it remembers as many as the directory's keys hold.
 MAX_KNOWN = 256
@@ -352,7 +352,7 @@ class Membership:
     def _due(self, now: float, of_round: Collection[PeerId]) -> list[PeerId]:
         """The peers that may be dialled now. Also notes which are linked, and forgets those no longer announced.
 
-        It remembers the last `lost_peers`: if nobody is announced any more, our own line may have failed.
+        It keeps the `lost_peers`: if no member is announced any more, our own connection may have failed.
         """
         due: list[PeerId] = []
         stale = {peer_id: peer for peer_id, peer in self.known.items() if now - peer.seen_s > FORGOTTEN_AFTER_S}

@@ -82,7 +82,7 @@ class KnownPeer:
 
 
 def lost_peers(idle: Mapping[PeerId, KnownPeer], now: float) -> list[PeerId]:
-    """The peers without a link that are dialled although nobody announces them: those that were linked last."""
+    """Peers without link or record that are still dialled: of those once linked, the ones linked or looked up last."""
     lost = [peer_id for peer_id, peer in idle.items() if peer.reached and now - peer.found_s <= LOST_FOR_S]
     return sorted(lost, key=lambda peer_id: -idle[peer_id].found_s)[:MAX_LOST]
 

@@ -113,7 +113,7 @@ class StateSync:
             is_behind = any(map(self._may_follow, self._context.links.trainers()))
             if (caught_up or self._outcome == "refused") and not is_behind:
                 self._times_overtaken = 0
-                self._download = None  # what was not completed takes the memory of a state
+                self._download = None  # we have caught up by records: an incomplete one only takes memory
             elif caught_up or self._outcome == "overtaken":
                 # Also if we have the requested state, and are behind again: the next rounds should wait for us.
                 self._times_overtaken += 1
@@ -242,10 +242,11 @@ class StateSync:
             ours, theirs = driver.head.round, head.round
             rounds = f" (round {theirs} instead of {ours})" if theirs != ours >= 0 else ""
             logger.info("replacing our state: %s%s%s", reason, rounds, kept)
+            download: Download | None = None  # of this job: one of an earlier job may be incomplete
             # A new lineage may begin with the state that we have; otherwise download.
             if head.state_hash != driver.head.state_hash:
                 # Into a second state, so that ours remains valid if the download fails.
-                self._download = self._download or Download(context, context.state.blank())
+                download = self._download = self._download or Download(context, context.state.blank())
                 others = [
                     link
                     for link in context.links.trainers()
@@ -253,7 +254,7 @@ class StateSync:
                     and (link.beat.lineage, link.beat.round) == (head.lineage, head.round)
                     and link is not donor
                 ]
-                await self._run_download(self._download, head, [donor, *others])
+                await self._run_download(download, head, [donor, *others])
         async with driver.paused():
             is_other_start = head.genesis != driver.head.genesis
             has_left = is_other_start and (donor.beat is None or donor.beat.genesis != head.genesis)
@@ -262,9 +263,9 @@ class StateSync:
                 return False
             run_step: int | None = None
             if head.state_hash != driver.head.state_hash:
-                if self._download is None:
+                if download is None:
                     raise PeerLostError("a round of our own came first")
-                context.state.copy_from(self._download.state)
+                context.state.copy_from(download.state)
             elif context.run.is_pairwise:
                 run_step = context.exchange.run_step  # pairwise steps have brought us further than the head's round
             self._download = None

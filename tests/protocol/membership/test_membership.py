@@ -516,7 +516,7 @@ def test_a_dead_address_is_dialled_less_and_less_and_then_forgotten() -> None:
     run_virtual(main)
 
 
-def test_the_last_lost_peers_are_dialled_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_lost_peers_are_remembered_for_a_day_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "MAX_LOST", 2)
     monkeypatch.setattr(neighbours, "LOST_FOR_S", 600.0)
 

@@ -15,15 +15,15 @@ from p2ptrain.settings.config import RunConfig
 # Each peer waits this long for each linked one with a lower id (guess; three heartbeats of a small swarm), but for so
 # many at most, and for an answer about a claimed state at most this long: claims cost nothing.
 TURN_S, MAX_TURNS, ANSWER_S = 3.0, 3, 10.0
-# Changes of the head that are remembered, other than to the next round, in some 10 MB. A peer whose line fails every
-# hour has two in each outage, so this is for years. With more, only a restart helps.
+# Changes of the head that are remembered, other than to the next round, in at most 35 MB (computed). A peer whose line
+# fails every hour has two in each outage, so this is for years. With more, only a restart helps.
 MAX_JUMPS = 100_000
 # Bounds the digits in a lineage's id. No run has so many lineages.
 MAX_GENERATION = 999_999_999
 
 
 class PastHeads:
-    """The lineages and rounds of the heads that this incarnation had, in order.
+    """The lineages and rounds of the heads that this incarnation had.
 
     With each head a peer forgets what it promised and accepted: back at an earlier head, it could vote twice.
     """

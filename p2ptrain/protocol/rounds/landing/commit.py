@@ -217,10 +217,9 @@ class Committer:
             if included:
                 self._taker.note_included()
             landing = self._landing_of(record, included, missed_rounds)
+            self._missed_rounds[context.grid.section] = missed_rounds
             # Training continues while the hashes are computed.
             self._hand_over(landing)
-            # At the anchor, a peer has not drifted.
-            self._missed_rounds[context.grid.section] = 0 if landing.kind == "write" else missed_rounds
             progress.landing = landing
         numbers, hashes = context.state.chunks_within(context.grid.first, context.grid.end), list[str]()
         at_a_time = CHUNKS_PER_VISIT * context.compute.threads
@@ -297,6 +296,8 @@ class Committer:
         await self._landed.wait()
 
     def _hand_over(self, landing: Landing) -> None:
+        if landing.kind == "write":  # at the anchor, a peer has not drifted
+            self._missed_rounds = {} if landing.section is None else self._missed_rounds | {landing.section: 0}
         self._landed = trio.Event()
         self._context.exchange.land(landing)
 

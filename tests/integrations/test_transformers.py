@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.integrations.transformers import STATE_FILE, P2PCallback, _read
@@ -65,6 +73,19 @@ def test_a_fast_peer_says_that_a_dataset_with_an_end_ended_it_early(
     run.train()
     assert peer.run_step < LENGTH
     assert "has ended at step 4 of 8 of the run" in caplog.text
+
+
+def test_a_trainer_that_somebody_stopped_early_is_not_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+            control.should_training_stop |= state.global_step == 2
+
+    peer = Peer(LENGTH)
+    run = trainer(peer, tmp_path, save_strategy="no")
+    run.add_callback(Stop())
+    run.train()
+    assert peer.run_step == 2
+    assert "has ended at step" not in caplog.text
 
 
 def test_a_round_has_landed_whole_in_weights_that_the_trainer_saves_or_evaluates(tmp_path: Path) -> None:

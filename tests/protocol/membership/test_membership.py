@@ -540,6 +540,24 @@ def test_the_last_lost_peers_are_remembered_for_a_day_at_most(monkeypatch: pytes
     run_virtual(main)
 
 
+def test_peers_that_are_no_longer_announced_are_named_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large swarm, where others are named than linked ones."""
+    monkeypatch.setattr(Membership, "is_large", True)
+
+    async def main() -> None:
+        async with town() as t:
+            member, _ = await lone_member(t)
+            member.membership.hint("lost", ("/memory/lost",))
+            member.membership.known["lost"].reached = True
+            await trio.sleep(3 * RECORD_TTL_S)
+            member.membership.hint("new", ("/memory/new",))
+            await trio.sleep(1)
+            assert sorted(member.membership.known) == ["lost", "new"]
+            assert member.membership.sample(2) == (("new", ("/memory/new",)),)
+
+    run_virtual(main)
+
+
 def test_who_left_is_not_dialled_though_its_record_lingers() -> None:
     async def main() -> None:
         async with town() as t:

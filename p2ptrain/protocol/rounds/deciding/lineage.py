@@ -30,7 +30,7 @@ class PastHeads:
 
     def __init__(self) -> None:
         self._rounds: dict[str, list[range]] = {}  # of each lineage, rounds in a row
-        self._lineage = ""
+        self._lineage: str | None = None
         self._jumps = 0
 
     def may_adopt(self, head: Head) -> bool:

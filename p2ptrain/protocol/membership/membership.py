@@ -355,13 +355,14 @@ class Membership:
         It keeps the `lost_peers`: if no member is announced any more, our own connection may have failed.
         """
         due: list[PeerId] = []
-        stale = {peer_id: peer for peer_id, peer in self.known.items() if now - peer.seen_s > FORGOTTEN_AFTER_S}
-        lost = lost_peers({peer_id: peer for peer_id, peer in stale.items() if self._links.get(peer_id) is None}, now)
+        old = {peer_id: peer for peer_id, peer in self.known.items() if now - peer.seen_s > FORGOTTEN_AFTER_S}
+        stale = {peer_id: peer for peer_id, peer in old.items() if self._links.get(peer_id) is None}
+        forgotten = stale.keys() - set(lost_peers(stale, now))
         for peer_id, peer in list(self.known.items()):
             if self._links.get(peer_id) is not None:
                 retry_s = ROUND_PEER_RETRY_S if peer_id in of_round else NEIGHBOUR_RETRY_S
                 peer.note_linked(now, now + retry_s if self.is_large else now)
-            elif peer_id in stale and peer_id not in lost:
+            elif peer_id in forgotten:
                 del self.known[peer_id]
             elif now < peer.next_dial_s + peer.extra_delay_s or peer_id in self._dialling:
                 continue

@@ -532,7 +532,7 @@ def test_the_last_lost_peers_are_remembered_for_a_day_at_most(monkeypatch: pytes
             assert sorted(a.membership.known) == ["c", "d"]
             await trio.sleep(400)
             assert "d" in a.membership.known
-            # Nobody names a dead peer for ever: names do not count.
+            # A heartbeat that names a dead peer does not extend the time.
             a.membership.hint("d", ("/memory/d",), teller="b")
             await trio.sleep(200)
             assert not a.membership.known

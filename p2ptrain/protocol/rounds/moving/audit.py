@@ -227,8 +227,9 @@ class Audits:
                 for c in record.contributors:
                     nursery.start_soon(ask, c)
             if missing:
-                is_there = self._audited is audited and self._links.get(part.holder) is not None
-                return Verdict.WITHHELD if missing == {part.holder} and is_there else Verdict.UNKNOWN
+                holder = next((c for c in record.contributors if {c.peer_id} == missing == {part.holder}), None)
+                withheld = self._audited is audited and holder is not None and self._link_to(holder) is not None
+                return Verdict.WITHHELD if withheld else Verdict.UNKNOWN
             bounds = audited.grid.bounds(part.start, part.stop)
             try:
                 blobs = await self._compute(self._context.averaging.reduce, bounds, chunks, record.contributors)
@@ -276,10 +277,15 @@ class Audits:
         await fetch_pipelined(count, fetch_chunk)
         return got
 
+    def _link_to(self, c: Contributor) -> Link | None:
+        """The link to a contributor; None if it has left or started anew since."""
+        link = self._links.get(c.peer_id)
+        is_there = link is not None and not link.lost.is_set() and link.hello.incarnation == c.incarnation
+        return link if is_there else None
+
     async def _request(self, c: Contributor, subject: str, index: int) -> bytes:
         for wait_s in (*WAITS_S, None):
-            link = self._links.get(c.peer_id)
-            if link is None or link.hello.incarnation != c.incarnation:
+            if (link := self._link_to(c)) is None:
                 raise PeerLostError(f"{c.peer_id} is gone")
             answer, data = await self._links.request(link, "contribution", subject, index, timeout_s=CHUNK_TIMEOUT_S)
             if answer.found:

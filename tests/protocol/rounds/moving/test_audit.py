@@ -269,6 +269,36 @@ def test_a_contributor_that_gives_auditors_other_bytes_is_struck_and_one_that_gi
     run_virtual(main)
 
 
+def test_a_reducer_that_is_restarted_during_its_audit_does_not_withhold(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start(s)
+            await s.until(lambda: common(s, 1, 4))
+            asked = list[str]()
+            for peer in s.peers.values():
+                audits = audits_of(peer)
+
+                async def serve(
+                    link: Link, request: Request, audits: Audits = audits, honest: Callable[..., Any] = audits.serve
+                ) -> None:
+                    audited = audits._audited
+                    if audited is not None and audited.part.holder == audits._context.peer_id:
+                        asked.append(audited.part.holder)
+                        request = msgspec.structs.replace(request, subject="gone")
+                    await honest(link, request)
+
+                audits.serve = serve  # type: ignore[method-assign]
+            await s.until(lambda: bool(asked), within_s=120)
+            s.kill(asked[0])
+            s.start(asked[0])
+            await trio.sleep(20)
+
+    run_virtual(main)
+    assert "withholds" not in caplog.text
+
+
 def test_a_member_whose_chunks_are_not_under_its_root_is_left_out() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:

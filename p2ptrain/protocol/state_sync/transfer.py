@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import trio
@@ -42,6 +42,9 @@ CHUNK_TIMEOUT_S = 60.0
 PER_DONOR = 2
 MOST_PER_DONOR = 24
 QUICK_S = 0.5
+# A chunk that a donor owes for so long is requested from another one too, which has none left to fetch (guess).
+OWED_S = 5.0
+IDLE_S = 0.1
 # A page of the manifest has 256 KiB, like a chunk; it covers 134M parameters with one moment.
 MANIFEST_PAGE_HASHES = 4096
 # Size of the pieces in which model buffers (such as running means) are sent.
@@ -134,6 +137,50 @@ async def ask_buffers(links: Links, link: Link) -> bytes:
     raise WireError(f"{link.peer_id} sends more than {MAX_BUFFERS_BYTES} bytes of buffers")
 
 
+class _Chunks:
+    """Decides which chunk to request from which donor. None waits for one donor alone if another is idle."""
+
+    def __init__(self, missing: Iterable[int]) -> None:
+        self._missing = deque(missing)
+        # Requested and not here: since when, and from whom.
+        self._owed: dict[int, tuple[float, list[Link]]] = {}
+        self._slowest_s: dict[Link, float] = {}
+
+    @property
+    def left(self) -> int:
+        """How many are not here yet."""
+        return len(self._missing) + len(self._owed)
+
+    def take(self, donor: Link, now: float) -> int | None:
+        """The chunk to request next from a donor; None if it has nothing to do now.
+
+        What others owe is requested once they have taken twice as long as any chunk of this donor's.
+        """
+        if self._missing:
+            index = self._missing.popleft()
+        else:
+            since_s = now - max(OWED_S, 2 * self._slowest_s.get(donor, 0.0))
+            owed = (i for i, (asked_s, donors) in self._owed.items() if asked_s <= since_s and donor not in donors)
+            if (index := next(owed, -1)) < 0:
+                return None
+        self._owed.setdefault(index, (now, []))[1].append(donor)
+        return index
+
+    def note_arrived(self, donor: Link, index: int, took_s: float) -> None:
+        """A donor has sent a chunk; another one may have been faster."""
+        self._slowest_s[donor] = max(self._slowest_s.get(donor, 0.0), took_s)
+        self._owed.pop(index, None)
+
+    def note_failed(self, donor: Link, index: int) -> None:
+        """A donor will not send a chunk."""
+        if index in self._owed:
+            _, donors = self._owed[index]
+            donors.remove(donor)
+            if not donors:
+                del self._owed[index]
+                self._missing.append(index)
+
+
 class Download:
     """Downloads the state of a head into an `AnchorState`. Keeps verified chunks between calls of `run`.
 
@@ -171,29 +218,35 @@ class Download:
             await self._roll_forward(head.record, donors)
         self._held = {i: wanted for i, wanted in enumerate(hashes) if self._held.get(i) == wanted}
         self._held_of = head.state_hash
-        missing = deque(i for i in range(len(hashes)) if i not in self._held)
-        self.done_chunks, self._overtaken = len(hashes) - len(missing), False
-        if missing:
+        chunks = _Chunks(i for i in range(len(hashes)) if i not in self._held)
+        self.done_chunks, self._overtaken = len(hashes) - chunks.left, False
+        if chunks.left:
             self._context.links.bulk.open_soon(donors)
         in_flight = Counter(dict.fromkeys(donors, PER_DONOR))
 
         async def fetch_chunks(donor: Link) -> None:
-            """Fetch chunks, one after the other, until none is missing or the donor fails."""
-            while missing:
-                index, asked_s = missing.popleft(), trio.current_time()
+            """Fetch chunks, one after the other, until all are here or the donor fails."""
+            while chunks.left:
+                asked_s = trio.current_time()
+                if (index := chunks.take(donor, asked_s)) is None:
+                    await trio.sleep(IDLE_S)
+                    continue
                 try:
                     await self._fetch_chunk(donor, head, index, hashes[index])
                 except (PeerLostError, WireError) as error:
                     logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
-                    missing.append(index)
+                    chunks.note_failed(donor, index)
                     self._overtaken = self._overtaken or isinstance(error, OvertakenError)
                     if not isinstance(error, OvertakenError):
                         self.failed.add(donor)
                     return
-                self.done_chunks += 1
-                if trio.current_time() - asked_s < QUICK_S and in_flight[donor] < MOST_PER_DONOR:
+                took_s = trio.current_time() - asked_s
+                chunks.note_arrived(donor, index, took_s)
+                self.done_chunks = len(hashes) - chunks.left
+                if took_s < QUICK_S and in_flight[donor] < MOST_PER_DONOR:
                     in_flight[donor] += 1
                     nursery.start_soon(fetch_chunks, donor)
+            nursery.cancel_scope.cancel()  # what is still on its way is here from another donor
 
         async with trio.open_nursery() as nursery:
             for donor in donors:

@@ -35,7 +35,14 @@ from p2ptrain.protocol.rounds.moving.pushed_means import PushedMeans
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.joining import Joining
-from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, MOST_PER_DONOR, Download, StateServer, ask_buffers
+from p2ptrain.protocol.state_sync.transfer import (
+    BUFFER_PIECE_BYTES,
+    MOST_PER_DONOR,
+    OWED_S,
+    Download,
+    StateServer,
+    ask_buffers,
+)
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
@@ -288,6 +295,39 @@ def test_of_two_donors_one_may_die() -> None:
                 await until(lambda: download.done_chunks >= 4)
                 network.crash("a")
             check_equal(state, donors["b"].state)
+
+    run_virtual(main)
+
+
+def test_what_one_donor_owes_for_long_comes_from_another() -> None:
+    async def main() -> None:
+        async with donors_and_joiner("a", "b") as (_, donors, joiner, links):
+            state, honest = AnchorState(BLOCKS, 1), donors["b"].endpoint.on_request
+
+            async def serve(link: Link, request: Request) -> None:
+                if request.what == "chunk":
+                    await trio.sleep_forever()
+                await honest(link, request)
+
+            donors["b"].endpoint.on_request = serve
+            download = download_into(state, joiner)
+            with trio.fail_after(OWED_S + 2):
+                await download.run(donors["a"].head, links)
+            check_equal(state, donors["a"].state)
+            assert download.done_chunks == CHUNKS
+
+    run_virtual(main)
+
+
+def test_no_chunk_is_fetched_twice_from_donors_that_answer() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=1e6)
+        async with donors_and_joiner("a", "b", network=network) as (_, donors, joiner, links):
+            network.narrow("b", 250e3)
+            state = AnchorState(BLOCKS, 1)
+            await download_into(state, joiner).run(donors["a"].head, links)
+            check_equal(state, donors["a"].state)
+            assert Counter(donors["a"].chunks + donors["b"].chunks) == Counter(range(CHUNKS))
 
     run_virtual(main)
 

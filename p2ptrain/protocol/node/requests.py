@@ -24,9 +24,11 @@ from p2ptrain.protocol.wire.transport import PeerId
 # those of its rounds. Observers send one after the other.
 MAX_SERVED_AT_ONCE = 32
 MAX_SERVED_TO_OBSERVER = 2
-# Answers that are made and sent at once, to all peers together; others wait. A page of events has 256 KiB, a piece of a
-# part 128 KiB, any other answer at most 1 MiB. Each kind has its own limit, so that rounds do not wait for slow
-# joiners.
+# Answers of a kind that are made, or wait for room in the queue of their link, at once for one peer. So it takes 64
+# peers that read slowly until others wait for them.
+MAX_TURNS = 2
+# The same for all peers together. A page of events has 256 KiB, a piece of a part 128 KiB, any other answer at most
+# 1 MiB. Each kind has its own limit, so that rounds do not wait for slow joiners.
 MAX_PAGES = 128
 MAX_PIECES = 512
 MAX_STATE_ANSWERS = 128
@@ -64,6 +66,7 @@ class RequestServer:
         self._tokenizer = tokenizer
         self._pace = RateLimit(RATE_BYTES_S)
         self._serving: Counter[PeerId] = Counter()
+        self._turns: dict[PeerId, dict[trio.CapacityLimiter, trio.CapacityLimiter]] = {}
         self._pages = trio.CapacityLimiter(MAX_PAGES)
         self._pieces = trio.CapacityLimiter(MAX_PIECES)
         self._state_answers = trio.CapacityLimiter(MAX_STATE_ANSWERS)
@@ -83,13 +86,16 @@ class RequestServer:
     async def _serve(self, link: Link, request: messages.Request) -> None:
         try:
             what = f"answering a request for {request.what[:40]!r}"
+            limiter = self._limiters.get(request.what, self._state_answers)
+            turns = self._turns.setdefault(link.peer_id, {}).setdefault(limiter, trio.CapacityLimiter(MAX_TURNS))
             with link.in_use(), self._context.links.containing(link, what):
-                async with self._limiters.get(request.what, self._state_answers):
+                async with turns, limiter:
                     await self._answer(link, request)
         finally:
             self._serving[link.peer_id] -= 1
             if not self._serving[link.peer_id]:
                 del self._serving[link.peer_id]
+                self._turns.pop(link.peer_id, None)
 
     async def _answer(self, link: Link, request: messages.Request) -> None:
         match request.what:

@@ -15,6 +15,7 @@ from p2ptrain.protocol.links.limits import MAX_GREETING, MAX_GREETING_OF_ONE, MA
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import MAX_STREAMS
 from p2ptrain.protocol.links.outbox import MAX_BULK_QUEUE_BYTES, MAX_CONTROL_QUEUE_BYTES, Traffic
+from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE, MAX_TURNS
 from p2ptrain.protocol.wire.frames import MAX_COMPRESSED_CHUNK_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request
 from tests.protocol.swarm import RUN, run_virtual, swarm
@@ -406,6 +407,36 @@ def test_answers_are_bounded_over_all_partners(what: str, limiter: str) -> None:
                     for _ in range(5):
                         nursery.start_soon(ask, name)
             assert (most, answered) == (3, 15)
+
+    run_virtual(main)
+
+
+def test_answers_to_one_partner_that_reads_slowly_keep_no_others_waiting() -> None:
+    async def main() -> None:
+        async with swarm(RUN, shapes=[("head", (64, 64))]) as s:
+            for name in "abc":
+                s.start(name, founder=name == "a")
+            await s.until_joined()
+            server = s.peers["a"].node._server
+            server._state_answers.total_tokens = MAX_TURNS + 1
+
+            async def answer(link: Link, request: Request) -> None:
+                if link.peer_id == "b":
+                    await trio.sleep_forever()
+                link.send(Answer(request.request, True, "head"))
+
+            async def ask(name: str) -> bool:
+                links = s.peers[name].node.links
+                found, _ = await links.request(links.live["a"], "head", timeout_s=30)
+                return found.found
+
+            server._answer = answer  # type: ignore[method-assign]
+            async with trio.open_nursery() as nursery:
+                for _ in range(MAX_SERVED_AT_ONCE):
+                    nursery.start_soon(ask, "b")
+                await trio.sleep(1)
+                assert await ask("c")
+                nursery.cancel_scope.cancel()
 
     run_virtual(main)
 

@@ -60,8 +60,10 @@ from p2ptrain.signals import interrupt_held
 
 logger = logging.getLogger(__name__)
 
-# The moving average of the step time covers about ten steps: speeds change slowly (guess).
+# The moving average of the step time covers about ten steps: speeds change slowly (guess). A step counts as at most so
+# many usual ones, as a pause (an evaluation, a compilation, a frozen process) is none.
 STEP_TIME_DECAY = 0.9
+MOST_USUAL_STEPS = 2.0
 
 
 class Exchange:
@@ -266,7 +268,9 @@ class Exchange:
         start = self._clock()
         if self._last_end_s is not None:
             took = start - self._last_end_s
-            self.step_s = took if self.step_s == 0 else STEP_TIME_DECAY * self.step_s + (1 - STEP_TIME_DECAY) * took
+            usual_s = self.step_s or took
+            counted_s = min(took, MOST_USUAL_STEPS * usual_s)
+            self.step_s = STEP_TIME_DECAY * usual_s + (1 - STEP_TIME_DECAY) * counted_s
         with self._lock:
             self._position = self._position.stepped()
         self.tokens += samples

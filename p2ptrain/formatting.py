@@ -18,6 +18,11 @@ def size(size_bytes: float) -> str:
     return f"{value:.1f} {unit}" if value < 9.95 and unit != "B" else f"{value:.0f} {unit}"
 
 
+def speed_text(steps_s: float) -> str:
+    """Steps per second: `2.4`, `0.017`, or an empty text for none."""
+    return f"{steps_s:.1f}" if steps_s >= 0.95 else f"{steps_s:.2g}" if steps_s else ""
+
+
 def clock(seconds: float) -> str:
     """`1:05` for 65 seconds."""
     minutes, rest = divmod(round(seconds), 60)

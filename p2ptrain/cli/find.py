@@ -16,7 +16,7 @@ import click
 
 from p2ptrain.cli.options import OBSERVING, settings_command
 from p2ptrain.errors import ConfigError, TransientError
-from p2ptrain.formatting import count
+from p2ptrain.formatting import count, speed_text
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.settings.initial_peers import ticket_line
 from p2ptrain.settings.peer_config import NetworkConfig
@@ -203,7 +203,7 @@ def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) 
         table.add_column(title, overflow="fold", justify="right" if title in ("step", "round", "steps/s") else "left")
     for member in members:
         addresses = [maddr.rpartition("/p2p/")[0] for maddr in member["maddrs"]]
-        speed, round_ = f"{member['speed']:.1f}", "–" if member["round"] < 0 else member["round"]
+        speed, round_ = speed_text(member["speed"]) or "0", "–" if member["round"] < 0 else member["round"]
         shown_as = {"peer": member["peer_id"], "round": round_, "steps/s": speed, "addresses": "\n".join(addresses)}
         cells = {**member, **shown_as}
         # As text: of a str, rich reads what other peers wrote as markup.

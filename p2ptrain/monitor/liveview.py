@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from p2ptrain.formatting import count, duration, short_id, size
+from p2ptrain.formatting import count, duration, short_id, size, speed_text
 from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.terminal import Drawing, Row, fitting, loss_text, peer_table, progress
 from p2ptrain.protocol.membership.status import PeerStatus
@@ -162,7 +162,7 @@ class LiveView:
 
     def _table(self, doing: str, others: list[PeerStatus], rows: int, width: int) -> Table:
         me, speed = self._me, self._speed()
-        numbers = {"step": f"{me.step:,}", "rounds": str(me.round), "steps/s": f"{speed:.1f}" if speed else ""}
+        numbers = {"step": f"{me.step:,}", "rounds": str(me.round), "steps/s": speed_text(speed)}
         shown = others if len(others) < rows else others[: max(1, rows - 2)]
         table = peer_table([Row("this one", doing, me.state, numbers), *map(_row, shown)], COLUMNS, width)
         if len(shown) < len(others):
@@ -174,7 +174,7 @@ def _row(other: PeerStatus) -> Row:
     numbers = {
         "step": f"{other.step:,}",
         "rounds": str(other.round),
-        "steps/s": f"{other.speed:.1f}" if other.speed else "",
+        "steps/s": speed_text(other.speed),
         "round trip": f"{1e3 * other.rtt_s:.0f} ms",
     }
     # The status is only text, so the speed shows whether it trains.

@@ -74,6 +74,7 @@ def test_slow_steps_have_a_speed() -> None:
         clock.now += 70
         view.write("step", step=step, loss=2.1, tokens=256, step_s=70.0, exchange_s=0.0004)
     assert view._speed() == pytest.approx(1 / 70)
+    assert any(line.split()[-1:] == ["0.014"] for line in _shown(view))
 
 
 def test_it_shows_progress_and_the_status_of_each_peer() -> None:

@@ -128,15 +128,17 @@ class Joining:
                 await trio.sleep(RETRY_S)
                 continue
             if donors and self._checkpoint is not None:
-                match await self._checkpoint.compare(donor := self._rng.choice(donors)):
+                # Those that the user named first: others may be strangers without an end.
+                named = [donor for donor in donors if donor.peer_id in context.links.chosen]
+                match await self._checkpoint.compare(donor := self._rng.choice(named or donors)):
+                    case "ours" | "unknown" | "not now" if trio.current_time() - started >= ADOPT_TIMEOUT_S:
+                        break
                     case "ours" | "unknown":
                         self._skip_one(donor, only_now=True)
                         continue
-                    case "not now" if trio.current_time() - started < ADOPT_TIMEOUT_S:
+                    case "not now":
                         await trio.sleep(RETRY_S)
                         continue
-                    case "not now":
-                        break
             if donors:
                 if await self._adopt(donors):
                     return

@@ -130,15 +130,18 @@ class Silences:
 
     @contextlib.contextmanager
     def noting(self, donor: Link, what: str) -> Iterator[None]:
-        """Note whether the donor answers the request in the block."""
-        asked_s, _ = self._spans_s.pop((donor, what), (trio.current_time(), 0.0))
+        """Note whether the donor answers the request in the block, unless it is cancelled."""
+        asked_s, _ = self._spans_s.get((donor, what), (trio.current_time(), 0.0))
         try:
             yield
-        except NotNowError:
+        except (NotNowError, WireError, RunMismatchError):
+            self._spans_s.pop((donor, what), None)
             raise
         except PeerLostError:
             self._spans_s[donor, what] = asked_s, trio.current_time()
             raise
+        else:
+            self._spans_s.pop((donor, what), None)
 
     def is_long(self, donor: Link) -> bool:
         """Whether a donor no longer counts."""

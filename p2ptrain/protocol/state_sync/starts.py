@@ -68,6 +68,8 @@ class Starts:
         """
         if donor is None or self._is_named(donor):
             return True
+        if self._context.swarm_size():
+            return False  # our links are a few of many, and strangers may be most of them
         here, there = self._links_in(other)
         # Our line may have been down, and a stranger be the first to be back.
         was_awaited = trio.current_time() - max(donor.opened_s, quorum_s) >= RELINKED_WITHIN_S

@@ -303,7 +303,10 @@ class StateSync:
         if len(links) < 2:
             return ""  # one alone may be a liar
         self._rng.shuffle(links)
-        _, shown_by_most = await ask_heads(self._context, links, self._times_overtaken, least=2)
+        try:
+            _, shown_by_most = await ask_heads(self._context, links, self._times_overtaken, least=2)
+        except WireError as error:  # of others than this donor
+            raise PeerLostError(f"peers of its lineage: {error}") from error
         if not is_same(head, shown_by_most.head):
             raise PeerLostError(f"most peers of its lineage show another head than {donor.peer_id}")
         return "shown by most"

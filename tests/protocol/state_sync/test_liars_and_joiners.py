@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import traceback
 from collections.abc import Mapping
 
@@ -10,12 +12,14 @@ import msgspec
 import pytest
 import trio
 
+from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network.network import MemoryDirectory
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.membership.neighbours import RELINKED_WITHIN_S
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.checkpoint import Restored
-from p2ptrain.protocol.state_sync.provenance import Pins
+from p2ptrain.protocol.state_sync.provenance import Pins, Silences
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire.messages import Beat, Entry, Request, SignedHead, Vote
 from tests.protocol.state_sync.starts import PLAIN, keep_dialling, lie, lying, made_up_round, stay_away
@@ -225,7 +229,7 @@ def test_a_joiner_that_knows_the_founder_counts_no_peer_of_another_run(
 
             async def serve(server: StateServer, link: Link, request: Request) -> None:
                 if server._driver is slow and trio.current_time() < answers_s:
-                    await trio.sleep_forever()
+                    return await trio.sleep_until(answers_s)
                 await serve_honestly(server, link, request)
 
             monkeypatch.setattr(StateServer, "serve", serve)
@@ -263,6 +267,45 @@ def test_a_stranger_that_answers_nothing_is_left_out_after_a_minute(
             await s.until_joined("e", within_s=100)
 
     run_virtual(main, seed)
+
+
+def test_a_silence_goes_on_though_a_request_is_cancelled() -> None:
+    async def main() -> None:
+        silences, donor = Silences(), object()
+        for _ in range(8):
+            with trio.move_on_after(4), silences.noting(donor, "head"):  # type: ignore[arg-type]
+                await trio.sleep_forever()
+            with contextlib.suppress(PeerLostError), silences.noting(donor, "head"):  # type: ignore[arg-type]
+                await trio.sleep(4)
+                raise PeerLostError("no answer")
+        assert silences.is_long(donor)  # type: ignore[arg-type]
+        with contextlib.suppress(WireError), silences.noting(donor, "head"):  # type: ignore[arg-type]
+            raise WireError("an answer, and a wrong one")
+        assert not silences.is_long(donor)  # type: ignore[arg-type]
+
+    run_virtual(main)
+
+
+def test_a_peer_with_a_checkpoint_continues_though_all_others_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are so many that the first is asked again before the last has been given up."""
+    serve_honestly = StateServer.serve
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            await start_with_stranger(s, "duvwyz")
+            saved, mine = checkpoint_of(s, "d"), s.peers["d"].node.driver.context.peer_id
+            s.kill("d")
+
+            async def serve(server: StateServer, link: Link, request: Request) -> None:
+                if server._driver.context.peer_id != mine:
+                    await trio.sleep_forever()
+                await serve_honestly(server, link, request)
+
+            monkeypatch.setattr(StateServer, "serve", serve)
+            s.start("d", chosen=["bootstrap"], restored=saved)
+            await s.until_joined("d", within_s=200)
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -328,6 +371,24 @@ def test_a_member_without_initial_peers_follows_no_single_stranger(is_before_the
                 s.network.partition()
             await trio.sleep(100)
             assert s.peers["b"].node.driver.head.round < AHEAD
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("swarm_size", [0.0, 200.0])
+def test_links_prove_nothing_in_a_large_swarm(swarm_size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            s.start("a", founder=True)
+            await s.until_joined("a")
+            node = s.start("b", remembered=["a"]).node
+            await s.until_joined("b")
+            await trio.sleep(RELINKED_WITHIN_S + 1)
+            starts = node.state_sync._starts
+            monkeypatch.setattr(starts, "_links_in", lambda other: (1, 5))
+            monkeypatch.setattr(node.driver.context, "swarm_size", lambda: swarm_size)
+            head = s.peers["a"].node.driver.head
+            assert starts.is_trusted(node.links.get("a"), head, -math.inf) is (swarm_size == 0)
 
     run_virtual(main)
 

@@ -80,8 +80,7 @@ def disjoint_mean(encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_bl
 def token_weights(tokens: Sequence[int]) -> list[float]:
     """Return the weights of outer gradients: each peer's tokens, capped at twice their median.
 
-    Measured loss with unequal speeds: 2.341 → 2.300 for DiLoCo, 2.286 → 2.268 with gossip. Peers without tokens are
-    left out of the median; if no peer has any, all weights are equal.
+    Peers without tokens are left out of the median; if no peer has any, all weights are equal.
 
     `tokens`: for each contributor, those trained since the last round that included it; not negative. The weights are
     in the same order and not normalised; at least one is positive.

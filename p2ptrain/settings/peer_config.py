@@ -105,9 +105,9 @@ class NetworkConfig:
     gossip_budget: float = setting(0.02, number("above 0 and at most 1, all cores", lambda share: 0 < share <= 1),
         metavar="SHARE",
         help="Share of this machine's CPU time that gossip may take; less: fewer pushes.",
-        why="Where every core is busy, what gossip takes is lost to training: 2 to 3.4 % were measured with models of "
-        "25M and 124M parameters, 4 to 4.5 % with steps of 4 ms. With eight cores or more, gossip hardly ever needs as "
-        "much, and pushes at every step.")
+        why="Where every core is busy, what gossip takes is lost to training: 1.7 to 3.4 % were measured with models "
+        "of 25M and 124M parameters, 4 to 4.5 % with steps of 4 ms. With eight cores or more, gossip hardly ever needs "
+        "as much, and pushes at every step.")
     relay_peers: int = setting(32, count(0),
         help="Peers behind NAT to relay traffic for; 0 for none.",
         why="Each circuit takes up to 2 MB of buffers, and its traffic passes twice (guess). Used only with a public "

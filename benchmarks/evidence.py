@@ -105,7 +105,7 @@ RUNS = (
         Run(name, f'make bench ARGS="{of}"', takes, f"[{what}](benchmarks.md#{place})", {"": r"\b(reached|MISSED)\b"})
         for name, of, takes, what, place in (
             ("bench", "step push round bulk bytes memory", "1 h", "speed, bytes and memory", "on-one-machine"),
-            ("bench-far", "wan", "40 min", "rounds over wide-area links", "far-apart"),
+            ("bench-far", "wan", "80 min", "rounds over wide-area links", "far-apart"),
             ("bench-churn", "start churn download", "40 min", "starts, leaves, joins", "when-peers-leave-and-join"),
             ("bench-simulate", "simulate reference", "30 min", "the simulator, and the authors'", "the-simulator"),
         )

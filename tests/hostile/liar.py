@@ -45,6 +45,7 @@ class LyingTransport:
     def __init__(self, honest: Transport) -> None:
         self.edit: Edit | None = None
         self.streams: dict[PeerId, LyingStream] = {}
+        self._open: list[LyingStream] = []
         self._honest = honest
 
     def __getattr__(self, name: str) -> Any:
@@ -56,6 +57,15 @@ class LyingTransport:
     async def accept(self) -> LyingStream:
         return LyingStream(self, await self._honest.accept())
 
+    def note_opened(self, stream: LyingStream) -> None:
+        self._open.append(stream)
+        self.streams[stream.remote] = stream
+
+    def note_closed(self, stream: LyingStream) -> None:
+        """Of two streams that cross, the other one may go on."""
+        self._open = [other for other in self._open if other is not stream]
+        self.streams = {other.remote: other for other in self._open}
+
 
 class LyingStream:
     """One stream of it. Every `send_all` of a link is one frame."""
@@ -65,7 +75,7 @@ class LyingStream:
         self._owner = owner
         self._honest = honest
         self._sending = trio.Lock()
-        owner.streams[self.remote] = self
+        owner.note_opened(self)
 
     async def send_all(self, data: bytes) -> None:
         await self.send_raw(data if self._owner.edit is None else edited(self.remote, data, self._owner.edit))
@@ -79,8 +89,7 @@ class LyingStream:
         return await self._honest.receive_some()
 
     async def aclose(self) -> None:
-        if self._owner.streams.get(self.remote) is self:
-            del self._owner.streams[self.remote]
+        self._owner.note_closed(self)
         await self._honest.aclose()
 
 

@@ -306,7 +306,7 @@ def test_extreme_models(params: int) -> None:
         assert len(list(texts(RUN, params, link, found))) >= 8
 
 
-# Of two and four peers, int8: the link, estimated and measured seconds of a round, and the factor that is allowed.
+# Of two to eight peers, int8: the link, estimated and measured seconds of a round, and the factor that is allowed.
 # docs/use/choosing.md promises the factor; docs/evidence/benchmarks.md has the measured values.
 MEASURED = [
     ("--params 25M --peers 2 --rate 100 --rtt 4", 3.1, 2.66, 1.6),

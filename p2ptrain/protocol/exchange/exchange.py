@@ -60,10 +60,11 @@ from p2ptrain.signals import interrupt_held
 
 logger = logging.getLogger(__name__)
 
-# The moving average of the step time covers about ten steps: speeds change slowly (guess). A step counts as at most so
-# many usual ones, as a pause (an evaluation, a compilation, a frozen process) is none.
+# The moving average of the step time covers about ten steps: speeds change slowly (guess). A step counts as at most
+# twice the longest of the last ten, as a rare pause (an evaluation, a later compilation, a frozen process) is none.
 STEP_TIME_DECAY = 0.9
-MOST_USUAL_STEPS = 2.0
+LAST_STEPS = 10
+MOST_LONGEST_STEPS = 2.0
 
 
 class Exchange:
@@ -117,6 +118,7 @@ class Exchange:
         self.landing_error: Exception | None = None
         self._unreported: deque[types.RoundReport] = deque()
         self.step_s = 0.0
+        self._last_steps_s: deque[float] = deque(maxlen=LAST_STEPS)
         self.cpu_clock = cpu_clock
         self.tokens = 0
         self.drops = drops
@@ -268,9 +270,9 @@ class Exchange:
         start = self._clock()
         if self._last_end_s is not None:
             took = start - self._last_end_s
-            usual_s = self.step_s or took
-            counted_s = min(took, MOST_USUAL_STEPS * usual_s)
-            self.step_s = STEP_TIME_DECAY * usual_s + (1 - STEP_TIME_DECAY) * counted_s
+            counted_s = min(took, MOST_LONGEST_STEPS * max(self._last_steps_s, default=took))
+            self.step_s = STEP_TIME_DECAY * (self.step_s or took) + (1 - STEP_TIME_DECAY) * counted_s
+            self._last_steps_s.append(took)
         with self._lock:
             self._position = self._position.stepped()
         self.tokens += samples

@@ -25,8 +25,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 MAX_SERVED_AT_ONCE = 32
 MAX_SERVED_TO_OBSERVER = 2
 # Answers of a kind that are made, or wait for room in the queue of their link, at once for one peer. So it takes 64
-# peers that read slowly until others wait for them.
-MAX_TURNS = 2
+# peers that read slowly until others wait for state or events, and 256 for pieces of parts.
+MAX_TURNS_OF_PEER = 2
 # The same for all peers together. A page of events has 256 KiB, a piece of a part 128 KiB, any other answer at most
 # 1 MiB. Each kind has its own limit, so that rounds do not wait for slow joiners.
 MAX_PAGES = 128
@@ -87,7 +87,9 @@ class RequestServer:
         try:
             what = f"answering a request for {request.what[:40]!r}"
             limiter = self._limiters.get(request.what, self._state_answers)
-            turns = self._turns.setdefault(link.peer_id, {}).setdefault(limiter, trio.CapacityLimiter(MAX_TURNS))
+            turns = self._turns.setdefault(link.peer_id, {}).setdefault(
+                limiter, trio.CapacityLimiter(MAX_TURNS_OF_PEER)
+            )
             with link.in_use(), self._context.links.containing(link, what):
                 async with turns, limiter:
                     await self._answer(link, request)

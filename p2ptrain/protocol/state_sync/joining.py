@@ -128,7 +128,7 @@ class Joining:
                 await trio.sleep(RETRY_S)
                 continue
             if donors and self._checkpoint is not None:
-                # Those that the user named first: others may be strangers without an end.
+                # Peers that the user named come first: there may be any number of strangers.
                 named = [donor for donor in donors if donor.peer_id in context.links.chosen]
                 match await self._checkpoint.compare(donor := self._rng.choice(named or donors)):
                     case "ours" | "unknown" | "not now" if trio.current_time() - started >= ADOPT_TIMEOUT_S:

@@ -6,6 +6,7 @@ The word of one peer is not enough: a head has the signatures of its voters, and
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -131,7 +132,9 @@ class Silences:
     @contextlib.contextmanager
     def noting(self, donor: Link, what: str) -> Iterator[None]:
         """Note whether the donor answers the request in the block, unless it is cancelled."""
-        asked_s, _ = self._spans_s.get((donor, what), (trio.current_time(), 0.0))
+        asked_s, given_up_s = self._spans_s.get((donor, what), (0.0, -math.inf))
+        if trio.current_time() - given_up_s > SILENT_S:
+            asked_s = trio.current_time()  # long ago
         try:
             yield
         except (NotNowError, WireError, RunMismatchError):

@@ -42,8 +42,10 @@ CHUNK_TIMEOUT_S = 60.0
 PER_DONOR = 2
 MOST_PER_DONOR = 24
 QUICK_S = 0.5
-# A chunk that a donor owes for so long is requested from another one too, which has none left to fetch (guess).
+# A chunk that a donor owes for so long is also requested from one that is idle. So long a download goes on after half
+# of the donors have another state (guess).
 OWED_S = 5.0
+# How often an idle donor looks for such chunks.
 IDLE_S = 0.1
 # A page of the manifest has 256 KiB, like a chunk; it covers 134M parameters with one moment.
 MANIFEST_PAGE_HASHES = 4096
@@ -138,7 +140,7 @@ async def ask_buffers(links: Links, link: Link) -> bytes:
 
 
 class _Chunks:
-    """Decides which chunk to request from which donor. None waits for one donor alone if another is idle."""
+    """Decides which chunk to request from which donor. No chunk waits long for one donor while another is idle."""
 
     def __init__(self, missing: Iterable[int]) -> None:
         self._missing = deque(missing)
@@ -154,7 +156,7 @@ class _Chunks:
     def take(self, donor: Link, now: float) -> int | None:
         """The chunk to request next from a donor; None if it has nothing to do now.
 
-        What others owe is requested once they have taken twice as long as any chunk of this donor's.
+        What others owe is requested after OWED_S, and after twice as long as any chunk of this donor took.
         """
         if self._missing:
             index = self._missing.popleft()
@@ -163,7 +165,8 @@ class _Chunks:
             owed = (i for i, (asked_s, donors) in self._owed.items() if asked_s <= since_s and donor not in donors)
             if (index := next(owed, -1)) < 0:
                 return None
-        self._owed.setdefault(index, (now, []))[1].append(donor)
+        _, donors = self._owed.pop(index, (now, []))
+        self._owed[index] = now, [*donors, donor]
         return index
 
     def note_arrived(self, donor: Link, index: int, took_s: float) -> None:
@@ -199,7 +202,6 @@ class Download:
         self._context = context
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
         self._held_of = state.hashes.state
-        self._overtaken = False
 
     @property
     def progress(self) -> float:
@@ -219,7 +221,8 @@ class Download:
         self._held = {i: wanted for i, wanted in enumerate(hashes) if self._held.get(i) == wanted}
         self._held_of = head.state_hash
         chunks = _Chunks(i for i in range(len(hashes)) if i not in self._held)
-        self.done_chunks, self._overtaken = len(hashes) - chunks.left, False
+        self.done_chunks = len(hashes) - chunks.left
+        overtaken = set[Link]()
         if chunks.left:
             self._context.links.bulk.open_soon(donors)
         in_flight = Counter(dict.fromkeys(donors, PER_DONOR))
@@ -236,9 +239,13 @@ class Download:
                 except (PeerLostError, WireError) as error:
                     logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
                     chunks.note_failed(donor, index)
-                    self._overtaken = self._overtaken or isinstance(error, OvertakenError)
                     if not isinstance(error, OvertakenError):
                         self.failed.add(donor)
+                        return
+                    overtaken.add(donor)
+                    if 2 * len(overtaken) >= len(donors):  # the others soon are, or hold us up
+                        scope = nursery.cancel_scope
+                        scope.deadline = min(scope.deadline, trio.current_time() + OWED_S)
                     return
                 took_s = trio.current_time() - asked_s
                 chunks.note_arrived(donor, index, took_s)
@@ -253,7 +260,7 @@ class Download:
                 for _ in range(PER_DONOR):
                     nursery.start_soon(fetch_chunks, donor)
         if self.done_chunks < len(hashes):
-            lost = OvertakenError if self._overtaken else PeerLostError
+            lost = OvertakenError if overtaken else PeerLostError
             raise lost(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
         if not await self._context.compute(self.state.is_finite):
             raise WireError(f"the state of round {head.round} contains NaN or infinity")

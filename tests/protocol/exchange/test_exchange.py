@@ -604,9 +604,15 @@ def test_the_step_time_follows_slowly_and_a_pause_is_no_step() -> None:
     assert bench.exchange.step_s == pytest.approx(STEP_S)
     bench.step(took_s=1000 * STEP_S)
     assert bench.exchange.step_s == pytest.approx(1.1 * STEP_S)
-    for _ in range(50):
+    bench.steps(50)
+    for _ in range(60):
         bench.step(took_s=3 * STEP_S)
     assert bench.exchange.step_s == pytest.approx(3 * STEP_S, rel=0.02)
+    # One long step in four is usual, and counts.
+    for _ in range(40):
+        bench.step(took_s=9 * STEP_S)
+        bench.steps(3)
+    assert bench.exchange.step_s == pytest.approx(3 * STEP_S, rel=0.2)
 
 
 def test_the_age_of_what_was_merged_is_told_in_own_steps() -> None:

@@ -15,7 +15,7 @@ from p2ptrain.protocol.links.limits import MAX_GREETING, MAX_GREETING_OF_ONE, MA
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import MAX_STREAMS
 from p2ptrain.protocol.links.outbox import MAX_BULK_QUEUE_BYTES, MAX_CONTROL_QUEUE_BYTES, Traffic
-from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE, MAX_TURNS
+from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE, MAX_TURNS_OF_PEER
 from p2ptrain.protocol.wire.frames import MAX_COMPRESSED_CHUNK_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request
 from tests.protocol.swarm import RUN, run_virtual, swarm
@@ -418,7 +418,7 @@ def test_answers_to_one_partner_that_reads_slowly_keep_no_others_waiting() -> No
                 s.start(name, founder=name == "a")
             await s.until_joined()
             server = s.peers["a"].node._server
-            server._state_answers.total_tokens = MAX_TURNS + 1
+            server._state_answers.total_tokens = MAX_TURNS_OF_PEER + 1
 
             async def answer(link: Link, request: Request) -> None:
                 if link.peer_id == "b":

@@ -35,12 +35,14 @@ from p2ptrain.protocol.rounds.moving.pushed_means import PushedMeans
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.joining import Joining
+from p2ptrain.protocol.state_sync.provenance import OvertakenError
 from p2ptrain.protocol.state_sync.transfer import (
     BUFFER_PIECE_BYTES,
     MOST_PER_DONOR,
     OWED_S,
     Download,
     StateServer,
+    _Chunks,
     ask_buffers,
 )
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
@@ -317,6 +319,52 @@ def test_what_one_donor_owes_for_long_comes_from_another() -> None:
             assert download.done_chunks == CHUNKS
 
     run_virtual(main)
+
+
+def test_a_download_ends_soon_after_half_of_the_donors_have_another_state() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
+        async with donors_and_joiner("a", "b", network=network) as (_, donors, joiner, links):
+            state, honest = AnchorState(BLOCKS, 1), donors["b"].endpoint.on_request
+
+            async def serve(link: Link, request: Request) -> None:
+                if request.what == "chunk":
+                    await trio.sleep_forever()
+                await honest(link, request)
+
+            donors["b"].endpoint.on_request = serve
+            download, head = download_into(state, joiner), donors["a"].head
+
+            async def run() -> None:
+                with pytest.raises(OvertakenError):
+                    await download.run(head, links)
+
+            with trio.fail_after(OWED_S + 15):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(run)
+                    await until(lambda: download.done_chunks >= 4)
+                    donors["a"].resolve_round()
+
+    run_virtual(main)
+
+
+def test_an_idle_donor_takes_over_a_chunk_only_after_twice_the_time_of_its_own() -> None:
+    a, b, c = (object() for _ in "abc")
+    chunks = _Chunks(range(3))
+    assert [chunks.take(donor, 0.0) for donor in (a, b, b)] == [0, 1, 2]  # type: ignore[arg-type]
+    chunks.note_arrived(a, 0, 4.0)  # type: ignore[arg-type]
+    assert chunks.take(a, OWED_S + 1) is None  # type: ignore[arg-type]
+    assert chunks.take(c, OWED_S + 1) == 1  # type: ignore[arg-type]
+    # Another one waits for it again.
+    assert chunks.take(a, 8.0) == 2  # type: ignore[arg-type]
+    assert chunks.take(a, 8.0) is None  # type: ignore[arg-type]
+    chunks.note_failed(c, 1)  # type: ignore[arg-type]
+    assert chunks.left == 2
+    chunks.note_failed(b, 1)  # type: ignore[arg-type]
+    assert chunks.take(c, 8.0) == 1  # type: ignore[arg-type]
+    chunks.note_arrived(a, 2, 1.0)  # type: ignore[arg-type]
+    chunks.note_failed(b, 2)  # type: ignore[arg-type]
+    assert chunks.left == 1
 
 
 def test_no_chunk_is_fetched_twice_from_donors_that_answer() -> None:

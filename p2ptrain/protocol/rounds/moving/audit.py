@@ -211,6 +211,7 @@ class Audits:
             record, part, missing = audited.record, audited.part, set[PeerId]()
             chunks: Chunks = {}
             limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
+            link = next((self._link_to(c) for c in record.contributors if c.peer_id == part.holder), None)
 
             async def ask(c: Contributor) -> None:
                 async with limiter:
@@ -227,8 +228,8 @@ class Audits:
                 for c in record.contributors:
                     nursery.start_soon(ask, c)
             if missing:
-                holder = next((c for c in record.contributors if {c.peer_id} == missing == {part.holder}), None)
-                withheld = self._audited is audited and holder is not None and self._link_to(holder) is not None
+                stayed = link is not None and self._links.get(part.holder) is link and not link.lost.is_set()
+                withheld = stayed and missing == {part.holder} and self._audited is audited
                 return Verdict.WITHHELD if withheld else Verdict.UNKNOWN
             bounds = audited.grid.bounds(part.start, part.stop)
             try:

@@ -220,11 +220,19 @@ class Download:
             await self._roll_forward(head.record, donors)
         self._held = {i: wanted for i, wanted in enumerate(hashes) if self._held.get(i) == wanted}
         self._held_of = head.state_hash
+        self.done_chunks = len(self._held)
+        overtaken = await self._fetch_missing(head, hashes, donors) if self.done_chunks < len(hashes) else False
+        if self.done_chunks < len(hashes):
+            lost = OvertakenError if overtaken else PeerLostError
+            raise lost(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
+        if not await self._context.compute(self.state.is_finite):
+            raise WireError(f"the state of round {head.round} contains NaN or infinity")
+        self.state.hashes = self.state.combine(hashes)
+
+    async def _fetch_missing(self, head: Head, hashes: Sequence[str], donors: Sequence[Link]) -> bool:
+        """Fetch the chunks that are not here, as far as donors give them. Returns whether one has another state."""
         chunks = _Chunks(i for i in range(len(hashes)) if i not in self._held)
-        self.done_chunks = len(hashes) - chunks.left
         overtaken = set[Link]()
-        if chunks.left:
-            self._context.links.bulk.open_soon(donors)
         in_flight = Counter(dict.fromkeys(donors, PER_DONOR))
 
         async def fetch_chunks(donor: Link) -> None:
@@ -255,16 +263,12 @@ class Download:
                     nursery.start_soon(fetch_chunks, donor)
             nursery.cancel_scope.cancel()  # what is still on its way is here from another donor
 
+        self._context.links.bulk.open_soon(donors)
         async with trio.open_nursery() as nursery:
             for donor in donors:
                 for _ in range(PER_DONOR):
                     nursery.start_soon(fetch_chunks, donor)
-        if self.done_chunks < len(hashes):
-            lost = OvertakenError if overtaken else PeerLostError
-            raise lost(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
-        if not await self._context.compute(self.state.is_finite):
-            raise WireError(f"the state of round {head.round} contains NaN or infinity")
-        self.state.hashes = self.state.combine(hashes)
+        return bool(overtaken)
 
     async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
         """Apply a round's outer step to the received chunks. If that fails, they are fetched again."""

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import traceback
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -271,17 +272,18 @@ def test_a_stranger_that_answers_nothing_is_left_out_after_a_minute(
 
 def test_a_silence_goes_on_though_a_request_is_cancelled() -> None:
     async def main() -> None:
-        silences, donor = Silences(), object()
+        silences = Silences()
+        donor: Any = "a"
         for _ in range(8):
-            with trio.move_on_after(4), silences.noting(donor, "head"):  # type: ignore[arg-type]
+            with trio.move_on_after(4), silences.noting(donor, "head"):
                 await trio.sleep_forever()
-            with contextlib.suppress(PeerLostError), silences.noting(donor, "head"):  # type: ignore[arg-type]
+            with contextlib.suppress(PeerLostError), silences.noting(donor, "head"):
                 await trio.sleep(4)
                 raise PeerLostError("no answer")
-        assert silences.is_long(donor)  # type: ignore[arg-type]
-        with contextlib.suppress(WireError), silences.noting(donor, "head"):  # type: ignore[arg-type]
+        assert silences.is_long(donor)
+        with contextlib.suppress(WireError), silences.noting(donor, "head"):
             raise WireError("an answer, and a wrong one")
-        assert not silences.is_long(donor)  # type: ignore[arg-type]
+        assert not silences.is_long(donor)
 
     run_virtual(main)
 

@@ -105,6 +105,7 @@ class Donor:
         self.state = state
         self.head = head_of(state)
         self.busy = False
+        self.gives_chunks = True
         self.asked: Counter[str] = Counter()
         self.chunks: list[int] = []
         self.instead: dict[str, bytes] = {}
@@ -174,6 +175,8 @@ class Donor:
         self.asked[request.what] += 1
         if request.what == "chunk":
             self.chunks.append(request.index)
+            if not self.gives_chunks:
+                await trio.sleep_forever()
         if request.what == "part":
             await self.parts.serve(link, request)
         elif request.what in self.instead:
@@ -304,14 +307,8 @@ def test_of_two_donors_one_may_die() -> None:
 def test_what_one_donor_owes_for_long_comes_from_another() -> None:
     async def main() -> None:
         async with donors_and_joiner("a", "b") as (_, donors, joiner, links):
-            state, honest = AnchorState(BLOCKS, 1), donors["b"].endpoint.on_request
-
-            async def serve(link: Link, request: Request) -> None:
-                if request.what == "chunk":
-                    await trio.sleep_forever()
-                await honest(link, request)
-
-            donors["b"].endpoint.on_request = serve
+            donors["b"].gives_chunks = False
+            state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
             with trio.fail_after(OWED_S + 2):
                 await download.run(donors["a"].head, links)
@@ -325,14 +322,8 @@ def test_a_download_ends_soon_after_half_of_the_donors_have_another_state() -> N
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
         async with donors_and_joiner("a", "b", network=network) as (_, donors, joiner, links):
-            state, honest = AnchorState(BLOCKS, 1), donors["b"].endpoint.on_request
-
-            async def serve(link: Link, request: Request) -> None:
-                if request.what == "chunk":
-                    await trio.sleep_forever()
-                await honest(link, request)
-
-            donors["b"].endpoint.on_request = serve
+            donors["b"].gives_chunks = False
+            state = AnchorState(BLOCKS, 1)
             download, head = download_into(state, joiner), donors["a"].head
 
             async def run() -> None:
@@ -349,21 +340,23 @@ def test_a_download_ends_soon_after_half_of_the_donors_have_another_state() -> N
 
 
 def test_an_idle_donor_takes_over_a_chunk_only_after_twice_the_time_of_its_own() -> None:
-    a, b, c = (object() for _ in "abc")
+    a: Any = "a"
+    b: Any = "b"
+    c: Any = "c"
     chunks = _Chunks(range(3))
-    assert [chunks.take(donor, 0.0) for donor in (a, b, b)] == [0, 1, 2]  # type: ignore[arg-type]
-    chunks.note_arrived(a, 0, 4.0)  # type: ignore[arg-type]
-    assert chunks.take(a, OWED_S + 1) is None  # type: ignore[arg-type]
-    assert chunks.take(c, OWED_S + 1) == 1  # type: ignore[arg-type]
+    assert [chunks.take(donor, 0.0) for donor in (a, b, b)] == [0, 1, 2]
+    chunks.note_arrived(a, 0, 4.0)
+    assert chunks.take(a, OWED_S + 1) is None
+    assert chunks.take(c, OWED_S + 1) == 1
     # Another one waits for it again.
-    assert chunks.take(a, 8.0) == 2  # type: ignore[arg-type]
-    assert chunks.take(a, 8.0) is None  # type: ignore[arg-type]
-    chunks.note_failed(c, 1)  # type: ignore[arg-type]
+    assert chunks.take(a, 8.0) == 2
+    assert chunks.take(a, 8.0) is None
+    chunks.note_failed(c, 1)
     assert chunks.left == 2
-    chunks.note_failed(b, 1)  # type: ignore[arg-type]
-    assert chunks.take(c, 8.0) == 1  # type: ignore[arg-type]
-    chunks.note_arrived(a, 2, 1.0)  # type: ignore[arg-type]
-    chunks.note_failed(b, 2)  # type: ignore[arg-type]
+    chunks.note_failed(b, 1)
+    assert chunks.take(c, 8.0) == 1
+    chunks.note_arrived(a, 2, 1.0)
+    chunks.note_failed(b, 2)
     assert chunks.left == 1
 
 

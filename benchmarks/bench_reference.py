@@ -35,10 +35,12 @@ STEPS = 600
 # Each peer follows the run's steps, not its own number of steps. Without this pace, peers that share cores took 490 to
 # 630 steps in a run of 600, and their loss depends on that (measured). The rival's steps take 150 ms.
 LEAST_STEP_S = 0.05
-# At 25M parameters: SPARTA's p for larger models, and two rounds in the steps that the rival does in a minute.
-LARGE = Setup(gpt_25m, Busy(0.1), fragment_fraction=0.005, sync_every=20)
+# At 25M parameters: SPARTA's p for larger models, and one round in the steps that the rival does in a minute. Our steps
+# take a fraction of that, and a round lands some 30 steps after it is due: more steps, so that three can land.
+LARGE = Setup(gpt_25m, Busy(0.1), fragment_fraction=0.005, sync_every=40)
 LARGE_PEERS = 4
-LARGE_STEPS = 40
+LARGE_STEPS = 4 * LARGE.sync_every
+LARGE_RIVAL_STEPS = LARGE.sync_every
 MAX_SHARE_HELD = 1 / 20
 # Longest time of a step of the demo model on a busy machine (guess).
 STEP_TIMEOUT_S = 1.0
@@ -76,7 +78,7 @@ def run(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> list[Row]:
         ours = [train(training, way) for training in trainings]
         rows += training_rows(trainings[0], way, list(zip(ours, theirs, strict=True)))
     held = hold(LARGE_STEPS)
-    rival_held = rival_reference.hold(LARGE, peers=LARGE_PEERS, steps=LARGE_STEPS)
+    rival_held = rival_reference.hold(LARGE, peers=LARGE_PEERS, steps=LARGE_RIVAL_STEPS)
     return [*rows, large_row(held, rival_held)]
 
 
@@ -130,11 +132,14 @@ def train(training: Training, way: Way) -> OurTrained:
 
 
 def hold(steps: int) -> list[Step]:
-    """The steps of all peers with the setup `LARGE`, including those of its rounds."""
+    """The steps of all peers with the setup `LARGE`, including those of its rounds. The weights drift every H steps."""
+    held = []
     with Swarm(LARGE, LARGE_PEERS) as swarm:
         swarm.warm_up()
-        swarm.drift()
-        return [step for peer in swarm.run(Phase(steps)) for step in peer]
+        for _ in range(0, steps, LARGE.sync_every):
+            swarm.drift()
+            held += [step for peer in swarm.run(Phase(LARGE.sync_every)) for step in peer]
+    return held
 
 
 def training_rows(training: Training, way: Way, pairs: Sequence[tuple[OurTrained, Trained]]) -> list[Row]:

@@ -120,10 +120,14 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Record:
-    """A run as it went. Times are UTC; `load` is the lowest and the highest load average while it ran."""
+    """A run as it went. Times are UTC; `load` is the lowest and the highest load average while it ran.
+
+    Runs with equal `package`, git's hash of the directory `p2ptrain`, ran the same package.
+    """
 
     name: str
     commit: str
+    package: str
     began: str
     minutes: float
     load: Sequence[float]
@@ -141,13 +145,15 @@ def records() -> list[Record]:
 def this_commit() -> str:
     """The last commit that changed more than pages. Exits if a file that git tracks has changed since."""
 
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
     code = (".", ":!docs", ":!*.md")
-    if changed := git("status", "--porcelain", "--untracked-files=no", "--", *code):
+    if changed := _git("status", "--porcelain", "--untracked-files=no", "--", *code):
         sys.exit(f"commit these first, so that a run can be repeated:\n{changed}")
-    return git("log", "-1", "--format=%h", "--abbrev=7", "--", *code)
+    return _git("log", "-1", "--format=%h", "--abbrev=7", "--", *code)
+
+
+def this_package() -> str:
+    """git's hash of the directory `p2ptrain`, as committed."""
+    return _git("rev-parse", "--short=7", "HEAD:p2ptrain")
 
 
 def make(run: Run, commit: str) -> Record:
@@ -181,6 +187,7 @@ def make(run: Run, commit: str) -> Record:
     return Record(
         name=run.name,
         commit=commit,
+        package=this_package(),
         began=began.strftime("%Y-%m-%d %H:%M"),
         minutes=round((datetime.datetime.now(datetime.UTC) - began).total_seconds() / 60, 1),
         load=[round(min(loads), 1), round(max(loads), 1)],
@@ -203,7 +210,7 @@ def table(done: Sequence[Record]) -> str:
     """The page's table: the last record of each run, and a line for those that were never made."""
     last = {record.name: record for record in done}
     rows = [
-        "| command | takes | what it shows | commit, machine | when (UTC), load | result |",
+        "| command | takes | what it shows | commit, package, machine | when (UTC), load | result |",
         "|---|---|---|---|---|---|",
     ]
     for run in RUNS:
@@ -211,10 +218,15 @@ def table(done: Sequence[Record]) -> str:
             when, commit, result = "–", "–", "not since these records began"
         else:
             low, high = of.load
-            when, commit = f"{of.began}, {of.minutes:.0f} min, {low:g} to {high:g}", f"{of.commit}, {of.machine}"
+            when = f"{of.began}, {of.minutes:.0f} min, {low:g} to {high:g}"
+            commit = f"{of.commit}, {of.package}, {of.machine}"
             result = "; ".join(filter(None, ["passed" if of.passed else "**FAILED**", of.result]))
         rows.append(f"| `{run.command}` | {run.takes} | {run.holds} | {commit} | {when} | {result} |")
     return "\n".join(rows) + "\n"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def write_page() -> None:

@@ -52,6 +52,7 @@ def test_a_run_that_passed_at_this_commit_is_not_repeated_and_one_that_failed_is
     monkeypatch.setattr(evidence, "RECORDS", tmp_path / "runs.jsonl")
     monkeypatch.setattr(evidence, "PAGE", tmp_path / "runs.md")
     monkeypatch.setattr(evidence, "this_commit", lambda: "abc")
+    monkeypatch.setattr(evidence, "this_package", lambda: "def")
     monkeypatch.setattr(
         evidence, "RUNS", (Run("good", "echo made", "1 s", "that"), Run("bad", "echo made; false", "1 s", "this"))
     )
@@ -64,6 +65,7 @@ def test_a_run_that_passed_at_this_commit_is_not_repeated_and_one_that_failed_is
     page = (tmp_path / "runs.md").read_text()
     assert page.startswith("before\n")
     assert page.endswith("after\n")
+    assert "| abc, def, " in page
     assert "| passed |" in page
     assert "| **FAILED** |" in page
     assert "old" not in page
@@ -74,6 +76,7 @@ def test_the_words_for_make_evidence_do_not_reach_the_make_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """make gives its ARGS to each make below it, by two variables."""
+    monkeypatch.setattr(evidence, "this_package", lambda: "def")
     monkeypatch.setenv("ARGS", "words")
     monkeypatch.setenv("MAKEFLAGS", " -- ARGS=words")
     makefile = tmp_path / "Makefile"

@@ -288,26 +288,33 @@ def test_a_silence_goes_on_though_a_request_is_cancelled() -> None:
     run_virtual(main)
 
 
-def test_a_peer_with_a_checkpoint_continues_though_all_others_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are so many that the first is asked again before the last has been given up."""
+@pytest.mark.parametrize(("initial_peer", "within_s"), [("bootstrap", 200), ("a", 15)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_peer_with_a_checkpoint_continues_though_all_others_are_silent(
+    initial_peer: str, within_s: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are so many that the first is asked again before the last is given up. Initial peers are asked first."""
     serve_honestly = StateServer.serve
 
     async def main() -> None:
-        async with swarm(PLAIN) as s:
-            await start_with_stranger(s, "duvwyz")
-            saved, mine = checkpoint_of(s, "d"), s.peers["d"].node.driver.context.peer_id
+        async with swarm(PLAIN, seed=seed) as s:
+            await start_with_stranger(s, "aduvwyz")
+            saved = checkpoint_of(s, "d")
+            answer = {s.peers[name].node.driver.context.peer_id for name in {"d", initial_peer} & s.peers.keys()}
             s.kill("d")
 
             async def serve(server: StateServer, link: Link, request: Request) -> None:
-                if server._driver.context.peer_id != mine:
+                if server._driver.context.peer_id not in answer:
                     await trio.sleep_forever()
                 await serve_honestly(server, link, request)
 
             monkeypatch.setattr(StateServer, "serve", serve)
-            s.start("d", chosen=["bootstrap"], restored=saved)
-            await s.until_joined("d", within_s=200)
+            # An initial peer is the last that it links.
+            s.network.latency = lambda a, b: 0.5 if {a, b} == {"a", "d"} else 0.05  # type: ignore[method-assign]
+            s.start("d", chosen=[initial_peer], restored=saved)
+            await s.until_joined("d", within_s=within_s)
 
-    run_virtual(main)
+    run_virtual(main, seed)
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])

@@ -5,9 +5,9 @@ project's codecs and outer step. A round that is due at step t averages snapshot
 the peers train on meanwhile. The next snapshot is due H steps after this one. There is no round at the last step; the
 result is the held-out loss of the mean of the peers' weights, and the mean of their own losses.
 
-`--grid late` compares the rules of `RULES` for d of 0, 1, 5 and 20 steps at H = 25; `--grid bytes` compares
-SparseLoCo's rule as a gather with the project's codecs, for several H. `--text` names the corpus, which is not part of
-the project.
+`--grid late` compares the rules of `RULES` for d of 0, 2, 5 and 20 steps at H = 25, and some of them in other settings;
+`--grid bytes` compares SparseLoCo's rule as a gather with the project's codecs, for several H. `--text` names the
+corpus, which is not part of the project.
 Each run is appended to `--results` at once; runs that are there are not repeated. One file holds results of one text.
 """
 
@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import MISSING
 from pathlib import Path
 
 import click
@@ -30,13 +31,17 @@ import torch
 
 from benchmarks.late_rules import ON_TIME, RULES
 from benchmarks.late_training import CONTEXT, Cell, Result, Setup, run_config, simulate
+from benchmarks.results import machine
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.partitioning import Partition, make_partition
 
 RESULTS = Path(__file__).parent.parent / "docs/evidence/late.jsonl"
-DELAYS, OPTIMIZERS, SEEDS = (0, 20, 5, 1), ("muon", "adamw"), (0, 1, 2)
+OPTIMIZERS, SEEDS = ("muon", "adamw"), (0, 1, 2)
 CODECS, INTERVALS = ("int4", "int2", "topk", "sparse64", "sparse128"), (25, 50, 10, 5)
+# How many words name a setting of a table of its own.
+USUAL = 3
+SECTIONS, LARGER = "5 sections in turn", "outer 1.0 / 0.6"
 
 
 @functools.cache
@@ -60,6 +65,7 @@ def measure(cell: Cell, text: Path, setup: Setup) -> Result:
     return {
         **dataclasses.asdict(cell),
         **result,
+        **{name: value for name, value in machine().items() if name in ("date", "cpu", "torch")},
         "seconds": round(time.perf_counter() - began_s, 1),
         "cpu_s": round(time.process_time() - cpu_began_s, 1),
     }
@@ -69,18 +75,34 @@ def cells(grid: str) -> Iterator[Cell]:
     """All runs of a grid, the most informative ones first."""
     if grid == "bytes":
         for seed, interval, name, optimizer in itertools.product(SEEDS, INTERVALS, CODECS, OPTIMIZERS):
-            yield Cell("bytes", "add", 0, optimizer, 4, "iid", seed, name, interval)
+            if (name, interval) != ("int4", 25):  # in the other grid
+                yield Cell("bytes", "add", 0, optimizer, 4, "iid", seed, name, interval)
         return
-    groups: list[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...]]]
-    groups = [((4,), ("iid",), (0, 20), SEEDS), ((4,), ("iid",), (5, 1), SEEDS)]
-    groups += [((4,), ("clusters",), (0, 20, 5), SEEDS), ((8,), ("iid", "clusters"), (0, 20, 5), SEEDS)]
-    for peers, shards, delays, seeds in groups:
-        for seed, k, shard, delay, optimizer, rule in itertools.product(
-            seeds, peers, shards, delays, OPTIMIZERS, RULES
-        ):
+    for peers, shards, delays in (
+        (4, "iid", (0, 20)), (4, "iid", (5, 2)), (4, "clusters", (0, 20, 5)), (8, "iid", (0, 20, 5)),
+        (8, "clusters", (0, 20, 5)),
+    ):  # fmt: skip
+        for seed, delay, optimizer, rule in itertools.product(SEEDS, delays, OPTIMIZERS, RULES):
             # Most rules are `add` if the round is on time.
             if delay or rule == "add" or rule in ON_TIME:
-                yield Cell("late", rule, delay, optimizer, k, shard, seed)
+                yield Cell("late", rule, delay, optimizer, peers, shards, seed)
+    yield from itertools.chain.from_iterable(map(_in_other_settings, SEEDS))
+
+
+def _in_other_settings(seed: int) -> Iterator[Cell]:
+    """AdamW with larger rates, peers as far apart as with a late round, an end that is soon after each landing, int2
+    with a larger outer step, sections that are as late as the whole, and longer intervals in longer runs."""
+    cell = functools.partial(Cell, "late", peers=4, shards="iid", seed=seed)
+    for lr, rule, delay in itertools.product((6e-3, 1.2e-2), ("add", SECTIONS, LARGER), (0, 20)):
+        yield cell(rule, delay, "adamw", lr=lr)
+    yield cell("add", 0, "muon", sync_every=45)
+    for optimizer, rule, delay in itertools.product(OPTIMIZERS, ("add", SECTIONS), (0, 20)):
+        yield cell(rule, delay, optimizer, steps=580)
+    for sync_every, rule in itertools.product((25, 10), ("add", LARGER)):
+        yield cell(rule, 0, "adamw", codec="int2", sync_every=sync_every)
+    yield cell(SECTIONS, 100, "muon")
+    for sync_every, delay in itertools.product((25, 50, 100, 200), (20, 0)):
+        yield cell("add", delay, "muon", sync_every=sync_every, steps=2000)
 
 
 def read_results(path: Path) -> dict[Cell, Result]:
@@ -91,8 +113,11 @@ def read_results(path: Path) -> dict[Cell, Result]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(row, dict) and {field.name for field in dataclasses.fields(Cell)} <= row.keys():
-            found[Cell(**{field.name: row[field.name] for field in dataclasses.fields(Cell)})] = row
+        fields = dataclasses.fields(Cell)
+        if isinstance(row, dict) and {field.name for field in fields if field.default is MISSING} <= row.keys():
+            # Lines from before a setting could be chosen do not have it.
+            cell = Cell(**{field.name: row[field.name] for field in fields if field.name in row})
+            found[cell] = {**dataclasses.asdict(cell), **row}
     return found
 
 
@@ -108,32 +133,58 @@ def table(results: dict[Cell, Result], grid: str) -> str:
 
     For late rounds also what they cost against `add` on time with the same seeds, the cheapest rule first.
     """
-    rows = [row for cell, row in results.items() if cell.grid == grid]
-    return _bytes_table(rows) if grid == "bytes" else _late_tables(rows)
+    return _bytes_table(results) if grid == "bytes" else _late_tables(results)
 
 
-def _late_tables(rows: list[Result]) -> str:
-    parts = []
-    for group in sorted({(row["peers"], row["shards"], row["optimizer"]) for row in rows}):
-        of = [row for row in rows if (row["peers"], row["shards"], row["optimizer"]) == group]
+def _late_tables(results: dict[Cell, Result]) -> str:
+    """A table for each choice of peers, shards and optimizer, and one for all in other settings."""
+    rows = [row for cell, row in results.items() if cell.grid == "late"]
+    parts: list[list[dict[str, str]]] = []
+    others: list[dict[str, str]] = []
+    for setting in sorted({_setting(row) for row in rows}, key=lambda names: (len(names), names)):
+        of, title = [row for row in rows if _setting(row) == setting], ", ".join(setting)
         base = {row["seed"]: row["loss"] for row in of if (row["rule"], row["delay"]) == ("add", 0)}
-        delays = sorted({row["delay"] for row in of})
         lines = []
         for rule in RULES:
-            line, order = {f"{group[0]} peers, {group[1]}, {group[2]}": rule}, math.inf
-            for delay in delays:
+            costs: dict[int, str] = {}
+            order = math.inf
+            for delay in sorted({row["delay"] for row in of}):
                 chosen = [row for row in of if (row["rule"], row["delay"]) == (rule, delay)]
-                costs = [row["loss"] - base[row["seed"]] for row in chosen if row["loss"] and base.get(row["seed"])]
-                order = statistics.fmean(costs) if costs else math.inf
-                cost = f" ({order:+.3f})" if costs else ""
-                line[f"d = {delay}"] = _shown([row["loss"] for row in chosen]) + cost
-            if set(line.values()) != {rule, "–"}:
-                lines.append((order, line))
-        parts.append(_markdown([line for _, line in sorted(lines, key=lambda pair: pair[0])]))
-    return "\n\n".join(parts)
+                extra = [row["loss"] - base[row["seed"]] for row in chosen if row["loss"] and base.get(row["seed"])]
+                order = statistics.fmean(extra) if extra else math.inf
+                costs[delay] = _shown([row["loss"] for row in chosen]) + (f" ({order:+.3f})" if extra else "")
+            if set(costs.values()) != {"–"}:
+                if 0 in costs and rule != "add" and rule not in ON_TIME:
+                    costs[0] = "as `add`"
+                lines.append((order, rule, costs))
+        lines.sort(key=lambda line: line[0])
+        if len(setting) == USUAL:
+            parts.append([
+                {title: rule, **{f"d = {delay}": cost for delay, cost in costs.items()}} for _, rule, costs in lines
+            ])  # fmt: skip
+        else:
+            others += [
+                {"other settings": f"{title}: {rule}", "d": str(delay), "loss": cost}
+                for _, rule, costs in lines for delay, cost in costs.items() if cost != "–"
+            ]  # fmt: skip
+    return "\n\n".join(_markdown(lines) for lines in [*parts, others] if lines)
 
 
-def _bytes_table(rows: list[Result]) -> str:
+def _setting(row: Result) -> tuple[str, ...]:
+    """What the runs of a table have in common: USUAL words, and one for each that is not as usual."""
+    usual = Cell("late", "add", 0, "adamw", 4, "iid", 0)
+    return (
+        f"{row['peers']} peers", row["shards"], row["optimizer"],
+        *([] if row["codec"] == usual.codec else [row["codec"]]),
+        *([] if row["sync_every"] == usual.sync_every else [f"H = {row['sync_every']}"]),
+        *([] if row["lr"] is None else [f"lr {row['lr']:g}"]),
+        *([] if row["steps"] is None else [f"{row['steps']} steps"]),
+    )  # fmt: skip
+
+
+def _bytes_table(results: dict[Cell, Result]) -> str:
+    usual = {Cell("late", "add", 0, optimizer, 4, "iid", seed) for optimizer in OPTIMIZERS for seed in SEEDS}
+    rows = [row for cell, row in results.items() if cell.grid == "bytes" or cell in usual]
     lines = []
     for name, interval in itertools.product(CODECS, sorted(INTERVALS)):
         of = [row for row in rows if (row["codec"], row["sync_every"]) == (name, interval)]

@@ -47,7 +47,7 @@ Coder = Callable[[Array], tuple[Array, int]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `delay` and `sync_every` are inner steps; `shards` is RunConfig's `sharding`."""
+    """One run. `delay` and `sync_every` are inner steps; `shards` is RunConfig's `sharding`; None: the setup's."""
 
     grid: str
     rule: str
@@ -58,6 +58,8 @@ class Cell:
     seed: int
     codec: str = "int4"
     sync_every: int = 25
+    lr: float | None = None
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def topk_mean(sent: Sequence[Array]) -> Array:
 def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Setup) -> Result:
     """Train all peers, and measure them. Returns losses, None if they diverged, and MB of a peer's outer gradients."""
     run = run_config(cell, setup)
-    peers = []
+    steps, peers = run.total_steps, []
     for number in range(cell.peers):
         torch.manual_seed(cell.seed)
         shape = GPTConfig(
@@ -240,11 +242,11 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
         outer_step(optimizer, predicted, copies, gradient, lr=lr, momentum=momentum, round_=rounds)
         return predicted
 
-    for step in range(1, setup.steps + 1):
+    for step in range(1, steps + 1):
         for peer in peers:
             peer.train(step - 1)
         for number, section in enumerate(sections):
-            if step >= cell.sync_every and step % cell.sync_every == first_due[number] and step < setup.steps:
+            if step >= cell.sync_every and step % cell.sync_every == first_due[number] and step < steps:
                 due[number] = step + delay
                 if not all(np.isfinite(peer.weights).all() for peer in peers):
                     return {"loss": None, "own_loss": None, "mb": None}
@@ -288,8 +290,9 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
 def run_config(cell: Cell, setup: Setup) -> RunConfig:
     """The settings of the inner optimizer, and of the shares."""
     return RunConfig(
-        model="gpt-demo", total_steps=setup.steps, warmup_steps=setup.warmup_steps, lr=setup.lr,
-        inner_optimizer=cell.optimizer, num_shards=cell.peers, sharding=cell.shards, run_seed=cell.seed,
+        model="gpt-demo", total_steps=cell.steps or setup.steps, warmup_steps=setup.warmup_steps,
+        lr=cell.lr or setup.lr, inner_optimizer=cell.optimizer, num_shards=cell.peers, sharding=cell.shards,
+        run_seed=cell.seed,
     )  # fmt: skip
 
 

@@ -227,9 +227,9 @@ def test_runs_are_appended_and_not_repeated(text: Path, tmp_path: Path) -> None:
     assert list(results) == cells
     assert results[cells[0]]["loss"] > 0
     lines = late.table(results, "late").splitlines()
-    assert lines[0] == "| 2 peers, iid, adamw | d = 0 | d = 2 |"
-    assert lines[2].startswith("| add | ")
-    assert len(lines) == 3
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [
+        ["| 2 peers, iid, adamw, H = 4: add", "0"], ["| 2 peers, iid, adamw, H = 4: add", "2"]
+    ]  # fmt: skip
 
 
 def test_the_report_compares_with_add_on_time(tmp_path: Path) -> None:
@@ -239,8 +239,31 @@ def test_the_report_compares_with_add_on_time(tmp_path: Path) -> None:
         late.append(file, {**dataclasses.asdict(cell), "loss": loss, "own_loss": loss, "mb": 1.0})
     printed = CliRunner().invoke(late.main, ["--results", str(file), "--report"], catch_exceptions=False).output
     assert printed.splitlines()[2:] == [
-        "| net | – | 2.200 ± 0.100 of 2 (+0.150) |", "| add | 2.050 ± 0.050 of 2 (+0.000) | – |"
+        "| net | as `add` | 2.200 ± 0.100 of 2 (+0.150) |", "| add | 2.050 ± 0.050 of 2 (+0.000) | – |"
     ]  # fmt: skip
+
+
+def test_runs_in_other_settings_have_a_table_of_their_own(tmp_path: Path) -> None:
+    file, cell = tmp_path / "late.jsonl", Cell("late", "add", 0, "muon", 4, "iid", 0)
+    for changed, loss in (
+        ({}, 2.0), ({"lr": 6e-3}, 1.9), ({"lr": 6e-3, "delay": 20}, 2.2), ({"sync_every": 50, "steps": 2000}, 1.8),
+    ):  # fmt: skip
+        late.append(file, {**dataclasses.asdict(dataclasses.replace(cell, **changed)), "loss": loss})
+    assert late.table(late.read_results(file), "late").splitlines()[4:] == [
+        "| other settings | d | loss |", "| --- | --- | --- |",
+        "| 4 peers, iid, muon, lr 0.006: add | 0 | 1.900 (+0.000) |",
+        "| 4 peers, iid, muon, lr 0.006: add | 20 | 2.200 (+0.300) |",
+        "| 4 peers, iid, muon, H = 50, 2000 steps: add | 0 | 1.800 (+0.000) |",
+    ]  # fmt: skip
+
+
+def test_a_cell_may_have_a_rate_and_steps_of_its_own(corpus: Corpus) -> None:
+    cell = Cell("late", "add", 2, "adamw", 2, "iid", 0, sync_every=4)
+    named = dataclasses.replace(cell, lr=TINY.lr, steps=TINY.steps)
+    usual = simulate(cell, corpus, None, TINY)
+    assert simulate(named, corpus, None, TINY) == usual
+    assert simulate(dataclasses.replace(named, lr=2 * TINY.lr), corpus, None, TINY) != usual
+    assert simulate(dataclasses.replace(named, steps=TINY.steps + 4), corpus, None, TINY) != usual
 
 
 def test_every_cell_is_run_once_and_the_most_informative_first() -> None:

@@ -51,11 +51,17 @@ class P2PCallback(TrainerCallback):
         self._loss: float | None = None
         self._tokens_seen = 0
         self._told_failure = False
+        # The peer's part of the checkpoint that the Trainer is about to write; empty on other ranks.
+        self._saved: dict[str, Any] | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore a checkpoint. Raises ConfigError if the Trainer's number of steps differs from the run's."""
+        """Restore a checkpoint.
+
+        Raises ConfigError if the Trainer's number of steps differs from the run's, or if the run was founded with other
+        weights than the checkpoint's, which has no state of a peer.
+        """
         length = self._peer.run.total_steps
         if length and state.max_steps != length:
             raise ConfigError(
@@ -76,16 +82,19 @@ class P2PCallback(TrainerCallback):
             self._told_failure = True
             logger.warning("cut off from the run, training goes on alone: %s", self._peer.failure)
         self._follow_the_run(state, control, kwargs["lr_scheduler"])
-        self._finish_landing(control)
+        self._settle(args, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._finish_landing(control)
+        self._settle(args, control)
 
-    def _finish_landing(self, control: TrainerControl) -> None:
-        """Before the Trainer evaluates, or saves the model, which it does before it calls `on_save`."""
-        if control.should_save or control.should_evaluate:
+    def _settle(self, args: TrainingArguments, control: TrainerControl) -> None:
+        """Before the Trainer evaluates, and saves the model: that and the peer's state must be of the same round."""
+        self._saved = None
+        if control.should_save or (control.should_evaluate and args.save_strategy == "best"):
+            self._saved = self._peer.state_dict()
+        elif control.should_evaluate:
             self._peer.finish_landing()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -100,10 +109,15 @@ class P2PCallback(TrainerCallback):
             self._peer.record("eval", step=self._peer.run_step, loss=kwargs["metrics"]["eval_loss"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if args.should_save and (saved := self._peer.state_dict()):
+        saved = self._peer.state_dict() if self._saved is None else self._saved
+        self._saved = None
+        if saved:
             tensors = {"anchor": saved["anchor"]} | {f"moment {i}": m for i, m in enumerate(saved["moments"])}
             texts = {name: str(value) for name, value in saved.items() if name not in ("anchor", "moments")}
-            save_file(tensors, _checkpoint(args, state) / STATE_FILE, metadata=texts)
+            # Whole or not at all: a file that was cut off could not be read.
+            file = _checkpoint(args, state) / STATE_FILE
+            save_file(tensors, temporary := file.with_name(f".{file.name}.tmp"), metadata=texts)
+            temporary.replace(file)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -140,6 +154,13 @@ class P2PCallback(TrainerCallback):
         """Restore the peer's state after the Trainer has overwritten the run's weights with a checkpoint."""
         if file.exists() and self._peer.load_state_dict(_read(file)):
             return
+        peer = self._peer.peer if isinstance(self._peer, GroupPeer) else self._peer
+        if peer is not None and peer.founded and not file.exists():
+            raise ConfigError(
+                f"{file.parent} has no {file.name}, and this peer has founded run {self._peer.run.run_id!r} with other "
+                "weights: join with the model of that checkpoint and train without resume_from_checkpoint, or join "
+                "other peers of the run"
+            )
         logger.info("the run is further than the checkpoint; using the run's weights")
         anchor = self._peer.anchor_state_dict()
         with torch.no_grad():

@@ -26,6 +26,8 @@ Ts = TypeVarTuple("Ts")
 
 logger = logging.getLogger(__name__)
 
+# How often a waiting thread looks after something else.
+POLL_S = 0.05
 # How long a cancelled call may take to clean up; ending a p2pd that ignores SIGTERM takes 2 s.
 CANCEL_GRACE_S = 5.0
 # How long the interpreter's exit may wait for sockets and processes to end.
@@ -113,8 +115,17 @@ class NetworkThread:
         self._started.result()
         atexit.register(self.stop, EXIT_TIMEOUT_S)
 
-    def run(self, async_fn: Callable[[*Ts], Awaitable[T]], *args: *Ts, timeout_s: float) -> T:
+    def run(
+        self,
+        async_fn: Callable[[*Ts], Awaitable[T]],
+        *args: *Ts,
+        timeout_s: float,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> T:
         """Run a trio function on the thread, wait for it, and return its result or raise its exception.
+
+        `meanwhile` is called every `POLL_S`, for functions that wait for the calling thread. What it raises cancels the
+        function, and is raised.
 
         Raises:
             TimeoutError: it took longer than `timeout_s`, and was cancelled.
@@ -127,10 +138,15 @@ class NetworkThread:
         self._pending.add(future)
         try:
             if not self._soon(lambda: self._nursery.start_soon(self._run_one, async_fn, args, scope, future)):
-                raise RuntimeError("the network thread has stopped")
-            return future.result(timeout_s)
-        except (TimeoutError, KeyboardInterrupt) as error:
-            if future.done():  # the function's own TimeoutError, or done at the last moment
+                future.set_exception(RuntimeError("the network thread has stopped"))
+            deadline = time.monotonic() + timeout_s
+            while meanwhile is not None and time.monotonic() < deadline:
+                meanwhile()
+                if concurrent.futures.wait([future], POLL_S).done:
+                    break
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except BaseException as error:
+            if future.done():  # the function's own error, or done at the last moment
                 raise
             self.post(scope.cancel)
             concurrent.futures.wait([future], CANCEL_GRACE_S)

@@ -204,8 +204,15 @@ class GroupPeer:
             self.peer.record(event, **fields)
 
     def state_dict(self) -> dict[str, Any]:
-        """This peer's part of a checkpoint, as `Peer.state_dict`, on rank 0; empty on the other ranks."""
-        return {} if self.peer is None else self.peer.state_dict()
+        """All ranks: this peer's part of a checkpoint, as `Peer.state_dict`, on rank 0; empty on the other ranks.
+
+        Raises as `load_state_dict`, with the errors of `Peer.state_dict`. After the `with` block, ranks call it alone.
+        """
+        if self._ranks.closed:
+            return {} if self.peer is None else self.peer.state_dict()
+        state: dict[str, Any] = self._on_rank_0(lambda: self._peer.state_dict(), {})
+        self._follow(StepReport())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """All ranks: `Peer.load_state_dict` with the state given on rank 0. Waits until it is in force.
@@ -223,7 +230,7 @@ class GroupPeer:
 
         Of a sharded model, rank 0 returns the whole parameters, and the other ranks an empty dictionary.
         """
-        anchor = {} if self.peer is None else self.peer.anchor_state_dict()
+        anchor: dict[str, torch.Tensor] = self._on_rank_0(lambda: self._peer.anchor_state_dict(), {})
         self._follow(StepReport())  # `anchor_hash` is of this anchor now
         if self._sharded is not None:
             return anchor

@@ -15,7 +15,7 @@ import trio
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError
 from p2ptrain.network.host import Network
-from p2ptrain.network.thread import NetworkThread
+from p2ptrain.network.thread import POLL_S, NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer_state import Array, to_dict
 from p2ptrain.peer.worker import Workers
@@ -26,12 +26,12 @@ from p2ptrain.protocol.state_sync.checkpoint import Restored
 
 logger = logging.getLogger(__name__)
 
-# How often a waiting main thread checks for Ctrl-C and progress.
-POLL_S = 0.05
 # A Leave needs one write per link.
 LEAVE_S = 0.3
 # To finish a committed round when leaving: its mean, step and hashes take seconds for a large model.
 LANDING_S = 5.0
+# For the node's tasks to end. An outer step that is under way goes on, and `state_dict` waits for it.
+ENDED_S = 5.0
 # At the end, for transfers to and from a GPU that are under way: they take well below a second unless it hangs.
 TRANSFERS_S = 5.0
 # How often a leaving thread looks whether it may go on.
@@ -65,7 +65,7 @@ class NetworkSide:
         self._network = network
         self._thread = thread
         self._scope: trio.CancelScope | None = None
-        self._has_left = self._has_refused = False
+        self._has_left = self._has_refused = self._lands = False
         self._errors = ErrorLog(logger)
 
     @property
@@ -109,20 +109,31 @@ class NetworkSide:
                 raise unwritten
             self.ended.wait(POLL_S)
 
-    def state_dict(self, run_step: int) -> dict[str, Any]:
-        """The result of `Peer.state_dict`. Raises TimeoutError if a round takes too long to change the state."""
+    def state_dict(self) -> dict[str, Any]:
+        """The result of `Peer.state_dict`. Lands what the state has and the weights do not.
+
+        Raises as `Peer.state_dict`.
+        """
         node = self._runner.last_ready
 
         def state_of(vectors: Sequence[Array]) -> dict[str, Any]:
-            return to_dict(node.driver.head, node.driver.history, run_step, vectors)
+            return to_dict(node.driver.head, node.driver.history, self._exchange.run_step, vectors)
 
         async def copy() -> dict[str, Any]:
             async with node.driver.committer.lock:
+                while self._exchange.landing_pending:
+                    if (error := self._exchange.landing_error) is not None:
+                        raise TimeoutError(f"a round could not be landed in the weights: {error}") from error
+                    await trio.sleep(POLL_S)
                 return state_of([await self._workers(vector.copy) for vector in node.state.vectors])
 
-        if self._has_left:
-            return state_of([vector.copy() for vector in node.state.vectors])
-        return self._thread.run(copy, timeout_s=STATE_TIMEOUT_S)
+        if not self._has_left:
+            return self._thread.run(copy, timeout_s=STATE_TIMEOUT_S, meanwhile=self.idle)
+        if not self.ended.wait(STATE_TIMEOUT_S):
+            raise TimeoutError(f"a round took more than {STATE_TIMEOUT_S:.0f} s to change the state")
+        if self._lands:
+            self._idle()
+        return state_of([vector.copy() for vector in node.state.vectors])
 
     def restore(self, restored: Restored) -> bool:
         """Restore a state, and wait until it has landed. Returns False if the run is ahead of it.
@@ -132,19 +143,10 @@ class NetworkSide:
         state_sync = self._runner.last_ready.state_sync
         if not self._thread.run(state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
             return False
-        landed = threading.Event()
-
-        async def restore() -> None:
-            await state_sync.restore(restored)
-            landed.set()
-
-        self._thread.start_soon(restore)
-        deadline = time.monotonic() + STATE_TIMEOUT_S
-        while not landed.is_set():
-            self.idle()
-            if time.monotonic() > deadline:
-                raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_S)
+        try:
+            self._thread.run(state_sync.restore, restored, timeout_s=STATE_TIMEOUT_S, meanwhile=self.idle)
+        except TimeoutError:
+            raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s") from None
         return True
 
     def idle(self) -> None:
@@ -158,7 +160,7 @@ class NetworkSide:
 
         `landing`: let a round that is being committed land, too.
         """
-        self._has_left = True
+        self._has_left, self._lands = True, landing
         if self._scope is None:
             return
         idle: Callable[[], bool] = self._idle if landing else (lambda: True)
@@ -171,7 +173,7 @@ class NetworkSide:
             self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0, idle)
         finally:
             self._thread.post(self._scope.cancel)
-            self.ended.wait(5.0)
+            self.ended.wait(ENDED_S)
             if not self._has_refused:
                 self._exchange.finish_landing()
         # What is under way holds memory of the device and the host, which may be freed only when that is done.

@@ -17,9 +17,9 @@ import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.network.host import Network
-from p2ptrain.network.thread import NetworkThread
+from p2ptrain.network.thread import POLL_S, NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
-from p2ptrain.peer.network_side import POLL_S, NetworkSide
+from p2ptrain.peer.network_side import NetworkSide
 from p2ptrain.peer.peer_state import from_dict
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.step_values import plain_loss, plain_samples, plain_shard_tokens
@@ -326,8 +326,9 @@ class Peer:
     def state_dict(self) -> dict[str, Any]:
         """This peer's part of a checkpoint: its position, and the state that rounds agree on.
 
-        Blocks while a round changes that state, and while it is copied: seconds for a large model. Finishes a landing
-        first (`finish_landing`), so call it before you copy the weights.
+        Blocks while a round changes that state, and while it is copied: seconds for a large model. It lands a round
+        that the state has and the weights do not, so call it before you copy the weights. The next `step()` reports
+        that round.
 
         Returns:
             `head`: str, the last round and the voters of the next, packed, in hex. `history`: str, the run's genesis
@@ -337,10 +338,10 @@ class Peer:
             the caller.
 
         Raises:
-            TimeoutError: a round takes more than 120 s to change the state.
+            ConfigError: as `step` does, if a round is landing.
+            TimeoutError: a round takes more than 120 s to change the state, or an error keeps it from the weights.
         """
-        self.finish_landing()
-        return self._network_side.state_dict(self.run_step)
+        return self._network_side.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Restore a result of `state_dict()`, if the swarm has nothing newer.

@@ -36,6 +36,7 @@ class ProcessGroup:
 
     Attributes:
         rank, size: number of this process in the group, and number of processes.
+        closed: whether `close` was called.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -44,6 +45,7 @@ class ProcessGroup:
         self._group = group
         self._device = device
         self._held: list[weakref.ref[torch.Tensor]] = []
+        self.closed = False
         self._sockets: RankSockets | None = None
         if self.size > 1:
             self._sockets = open_sockets(
@@ -178,6 +180,7 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Let the other ranks notice that this one takes part no more. Nothing else may be called afterwards."""
+        self.closed = True
         if self._sockets is not None:
             self._sockets.close()
 

@@ -261,8 +261,10 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
 
     `is_closed`: whether the run has a key, without which it must not be continued.
     """
-    if not peer.finish_landing():  # the weights, the round and the anchor belong together
-        logger.warning("no checkpoint was written: a round has landed in a part of the weights only; it is tried again")
+    try:
+        own = peer.state_dict()  # first, as it may land a round: the weights, the round and the anchor belong together
+    except TimeoutError as error:
+        logger.warning("no checkpoint was written: %s; it is tried again", error)
         return False
     info = {
         "run": peer.run.to_dict(),
@@ -273,7 +275,7 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     model = whole(trainer.model.state_dict(), trainer.ranks)
-    state = {"model": model, "trainer": trainer.state_dict(), "peer": peer.state_dict()}
+    state = {"model": model, "trainer": trainer.state_dict(), "peer": own}
     is_written = False
     if trainer.ranks.is_first:
         try:

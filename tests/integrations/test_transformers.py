@@ -139,6 +139,24 @@ def test_a_checkpoint_holds_the_peers_part_and_the_further_one_counts(tmp_path: 
     assert (embedding.mean() > 0.25) == (run_is_at == 7)  # that of the run, or that of the checkpoint
 
 
+@pytest.mark.parametrize("founded", [True, False])
+def test_weights_of_a_checkpoint_are_not_overwritten_by_those_that_a_founder_began_with(
+    tmp_path: Path, founded: bool
+) -> None:
+    trainer(Peer(LENGTH), tmp_path, save_steps=3).train()
+    for directory in tmp_path.glob("checkpoint-*"):
+        (directory / STATE_FILE).unlink()
+    peer = Peer(LENGTH, at=1)
+    peer.founded = founded
+    again = trainer(peer, tmp_path, save_strategy="no")
+    if founded:
+        with pytest.raises(ConfigError, match=r"has no p2ptrain\.safetensors, and this peer has founded run"):
+            again.train(resume_from_checkpoint=True)
+    else:
+        again.train(resume_from_checkpoint=True)
+        assert again.model.transformer.wte.weight.mean() > 0.25  # that of the run
+
+
 def test_a_real_peer_reads_its_part_of_a_checkpoint(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     directory = tmp_path / "checkpoint-0"

@@ -298,16 +298,16 @@ class Exchange:
         return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
 
     @interrupt_held()
-    def idle(self) -> types.RoundReport | None:
-        """Land a round and take a snapshot without a training step, before and after training.
+    def idle(self) -> None:
+        """Land a round and take a snapshot without a training step. The next step reports the round.
 
         Like `step`, it does not wait for transfers: call it again while `under_way`.
         """
         whole = Slice(self._clock(), math.inf, self._clock)
-        report = self._reported(self._land(whole))
+        if (report := self._land(whole)) is not None:
+            self._unreported.append(report)
         self._push()
         self._snapshot(whole)
-        return report
 
     @interrupt_held()
     def finish_landing(self) -> bool:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one ends a command in good order, a later one ends the process at once.
+"""Ctrl-C, SIGTERM and a closed terminal: the first signal ends a command in good order, a later one at once.
 
 Signals that follow the first within `TOGETHER_S` belong to it: a supervisor may send SIGTERM twice, and after Ctrl-C
 both the terminal and a launcher, such as torchrun, send one. They must not cost the checkpoint that is being written.
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Long enough for the main thread to leave a destructor; a signal that comes too early is sent once more.
 AGAIN_S = 0.02
 # Guess: launchers pass a signal on within a second, and a person who wants to wait no longer presses Ctrl-C again.
@@ -29,8 +29,8 @@ TOGETHER_S = 2.0
 def interrupt_on_signals() -> None:
     """From now on the first signal raises KeyboardInterrupt, and a later one ends the process at once.
 
-    Only for the main thread, as Python requires. A process that was started with SIGINT ignored, such as a background
-    job of a shell, keeps ignoring it.
+    Only for the main thread, as Python requires. A signal that the process was started to ignore, such as SIGINT for a
+    background job of a shell, or SIGHUP by nohup, is still ignored.
     """
     _arm()
     before = sys.unraisablehook
@@ -50,9 +50,12 @@ def interrupt_on_signals() -> None:
 
 
 def _arm() -> None:
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+    for number in _heeded():
+        signal.signal(number, _interrupt)
+
+
+def _heeded() -> list[signal.Signals]:
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager
@@ -136,7 +139,7 @@ def interruptible(work: Callable[[], T]) -> T:
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after a signal. A later one ends the process at once, also after the block.
 
-    Only for the main thread, as Python requires.
+    Only for the main thread, and for the same signals, as `interrupt_on_signals`.
     """
     received = False
 
@@ -145,7 +148,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         received = True
         _end_at_a_later_one()
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    before = {number: signal.signal(number, handle) for number in _heeded()}
     try:
         yield lambda: received
     finally:

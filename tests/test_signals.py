@@ -22,7 +22,7 @@ from p2ptrain.signals import (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_asks(number: signal.Signals) -> None:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     with stop_on_signals() as stop:
@@ -37,7 +37,7 @@ def test_the_first_signal_asks(number: signal.Signals) -> None:
             signal.signal(each, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signals_that_come_together_are_one(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher sends SIGTERM twice, or passes on the Ctrl-C that its terminal has sent to all processes."""
     now_s, ended = 100.0, list[int]()
@@ -159,6 +159,9 @@ def test_what_was_started_to_ignore_ctrl_c_goes_on_doing_so() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         interrupt_on_signals()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with stop_on_signals() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop()
         assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
     finally:
         for number, handler in before.items():

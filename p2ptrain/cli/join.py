@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -126,8 +127,9 @@ def _say(text: str) -> None:
     """Print a line. Discard output once stdout is closed, as after Ctrl-C in `p2ptrain join | tee log`."""
     try:
         click.echo(text)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno != errno.ENOSPC:  # a full disk may have space again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class PairSteps:

@@ -101,11 +101,11 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
         given[name.strip().replace("-", "_")] = _literal(value.strip())
     if "speeds" in given:
         try:
-            given["speeds"] = [float(speed) for speed in given["speeds"].split(",")]
+            given["speeds"] = [float(speed) for speed in str(given["speeds"]).split(",")]
         except ValueError:
             raise ConfigError(f"--speeds {given['speeds']}: must be numbers such as 1,0.5") from None
     for name in {"schedule", "faults"} & set(given):
-        given[name] = given[name].split(",")
+        given[name] = str(given[name]).split(",")
     return given
 
 

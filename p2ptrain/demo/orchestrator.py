@@ -196,13 +196,13 @@ class Orchestrator:
         self._processes.append(process)
         self._peers[number] = process
         self._readers[number] = EventReader(directory / METRICS_FILE)
-        self._heard_s[number] = time.time()
+        self._heard_s[number] = time.monotonic()
         self._swarm.started(number, late=late)
 
     def _read_events(self) -> None:
         for number, reader in self._readers.items():
             for event in reader.new_events():
-                self._heard_s[number] = time.time()
+                self._heard_s[number] = time.monotonic()
                 self._swarm.apply(number, event)
 
     def _act(self) -> None:
@@ -243,7 +243,7 @@ class Orchestrator:
                 continue
             if process.exit_status not in (None, 0):
                 raise _failure(peer.name, process)
-            if process.exit_status is None and time.time() - self._heard_s[number] > SILENCE_S:
+            if process.exit_status is None and time.monotonic() - self._heard_s[number] > SILENCE_S:
                 raise _failure(f"{peer.name} (silent for {SILENCE_S:.0f} s)", process)
 
 

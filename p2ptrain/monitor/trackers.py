@@ -66,7 +66,12 @@ class Tracker:
             self._errors.note("the tracker does not keep up; figures are lost", queue.Full())
 
     def close(self) -> None:
-        """Log the events that still wait. Blocks for up to twice CLOSE_S. May be called twice."""
+        """Log the events that still wait, without waiting for it: a peer that leaves has a checkpoint to write."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait((_END, {}))
+
+    def join(self) -> None:
+        """Close, and wait until all is logged. Blocks for up to twice CLOSE_S."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._queue.put((_END, {}), timeout=CLOSE_S)

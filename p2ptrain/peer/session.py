@@ -7,11 +7,11 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import trio
@@ -35,6 +35,8 @@ from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig, agrees
 from p2ptrain.settings.machine import usable_cores
 from p2ptrain.settings.peer_config import NetworkConfig
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class NetworkSession:
             ours=ours,
             fits=lambda run: agrees(explicit or {}, run),
         )
-        return self._thread.run(find, timeout_s=MAX_LOOK_S + 30)
+        return self._ask(find, MAX_LOOK_S + 30)
 
     def find_tokenizer(self, run: RunConfig) -> bytes | None:
         """Get the run's tokenizer file from its members; None if no member has it. Blocks while donors send."""
@@ -130,7 +132,7 @@ class NetworkSession:
             closed=self._closed_run(run.run_id),
             refusal=self.network.access.refusal,
         )
-        return self._thread.run(find, timeout_s=MAX_TOKENIZER_S)
+        return self._ask(find, MAX_TOKENIZER_S)
 
     def members(self, run_id: str) -> list[MemberInfo]:
         """List the members of a run. Blocks for up to MEMBERS_TIMEOUT_S.
@@ -139,13 +141,21 @@ class NetworkSession:
         """
         transport, directory = self.network.transport, self.network.directory
         look = partial(list_members, transport, directory, run_id, chosen=self._chosen, closed=self._closed_run(run_id))
-        return self._thread.run(look, timeout_s=MEMBERS_TIMEOUT_S)
+        return self._ask(look, MEMBERS_TIMEOUT_S)
 
     def check_key(self, run_id: str) -> None:
         """Raise RunKeyError or NotAllowedError if an initial peer refuses us. Blocks for a few seconds at most."""
         closed = self._closed_run(run_id)
         check = partial(check_key, self.network.transport, run_id, chosen=self._chosen, closed=closed)
-        self._thread.run(check, timeout_s=30)
+        self._ask(check, 30)
+
+    def _ask(self, ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        try:
+            return self._thread.run(ask, timeout_s=timeout_s)
+        except TimeoutError:
+            raise TransientError(
+                f"asking other peers took more than {timeout_s:.0f} s, as this machine is busy; try again"
+            ) from None
 
     def accept_nobody(self) -> None:
         """Close all streams from other peers, for a bootstrap node, which is a member of no run."""

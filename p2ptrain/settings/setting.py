@@ -8,6 +8,7 @@ Checks, flag, environment variable, TOML key, shell completion and docs/use/conf
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import types
 import typing
@@ -109,6 +110,8 @@ class Setting:
         if type(given) is int and self.rule is not None and self.rule.is_int_allowed:
             given = str(given) if 0 <= given < 10**6 else given
         value = _convert(given, self.kind, origin, self.rule.example if self.rule else None)
+        if isinstance(value, str) and value.startswith("~/"):  # a shell expands it only at the beginning of a word
+            value = os.path.expanduser(value)
         if value == "":
             raise ConfigError(f"{origin}: is empty; give a value, or leave it out")
         texts = value if isinstance(value, tuple) else (value,)

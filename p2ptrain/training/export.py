@@ -47,8 +47,11 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise ConfigError(f"--out {out}: is not empty; give a new directory")
-        if is_theirs:
-            model.lm.save_pretrained(out)  # type: ignore[operator, union-attr]
+        if isinstance(model, CausalLM):
+            # The model's own may be of another tokenizer, and generation would never stop, or at any letter.
+            for ids in (model.lm.config, model.lm.generation_config) if tokenizer.identity != IDS else ():
+                ids.bos_token_id = ids.eos_token_id = tokenizer.separator  # type: ignore[union-attr]
+            model.lm.save_pretrained(out)  # type: ignore[operator]
         else:
             _write_json(out / "config.json", config)
             save_file(weights, out / "model.safetensors", metadata={"format": "pt"})

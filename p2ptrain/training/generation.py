@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = T
         tokenizer: name of the tokenizer, as for `--tokenizer`, if the directory has none.
         needs_text: whether an unknown tokenizer is an error.
     """
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):  # unlike `is_file`, False where it may not be looked for
         return _exported(path, tokenizer, needs_text=needs_text)
     saved = checkpoint.load_given(path, parts=["model"])
     run = RunConfig.from_stated(saved.info["run"])

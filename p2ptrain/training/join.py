@@ -134,7 +134,9 @@ def join_run(
             say(f"{default_dir(run_id)} is in use; to continue this peer later, add --out {out}")
         saved = read_saved(out, settings, config)
         if config.log is not None:
-            watching.append(stack.enter_context(closing(open_tracker(config.log, out, run_id))))
+            tracker = open_tracker(config.log, out, run_id)
+            stack.callback(tracker.join)
+            watching.append(tracker)
         network = dataclasses.replace(config.network, identity=str(config.network.identity or out / IDENTITY_FILE))
         session = stack.enter_context(open_session(network, out, saved, say))
         if pinned := check_pins(session, settings, config, continues=saved is not None):
@@ -195,8 +197,12 @@ def join_run(
         continues, processes = saved is not None, ranks.size
         announce(peer, run, network, processes=processes, continues=continues, share_key=share_key, qr=qr, say=say)
 
+        noted: list[str] = []
+
         def progressed(progress: TrainingProgress) -> None:
-            write_known_peers(out, peer.alive_maddrs)
+            nonlocal noted
+            if noted != (noted := peer.alive_maddrs):
+                write_known_peers(out, noted)
             on_progress(progress)
 
         job, saved = dataclasses.replace(job, saved=None), None  # free it: gigabytes for a large model

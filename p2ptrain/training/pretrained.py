@@ -23,14 +23,14 @@ from p2ptrain.training import checkpoint
 
 def check_weights(path: Path) -> None:
     """Check that there are weights at `path`, without reading them. Raises ConfigError if not."""
-    if path.is_dir():
-        if not (path / checkpoint.MANIFEST).exists() and not checkpoint.checkpoints(path):
-            raise ConfigError(
-                f"--init-from {path}: no checkpoint in this directory; give one, the --out directory of a p2ptrain "
-                f"join that wrote one, or a .safetensors file"
-            )
-        return
     try:
+        if path.is_dir():
+            if not (path / checkpoint.MANIFEST).exists() and not checkpoint.checkpoints(path):
+                raise ConfigError(
+                    f"--init-from {path}: no checkpoint in this directory; give one, the --out directory of a p2ptrain "
+                    f"join that wrote one, or a .safetensors file"
+                )
+            return
         with open_file(path), safe_open(path, framework="pt"):
             pass
     except (OSError, SafetensorError) as error:

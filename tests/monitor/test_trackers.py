@@ -85,8 +85,8 @@ def test_a_tracker_gets_all_figures_and_the_last_mean_before_it_is_closed() -> N
     tracker = Tracker(kept)
     tracker.write("step", **_step(7))
     tracker.write("peers", alive=["a"])
-    tracker.close()
-    tracker.close()
+    tracker.join()
+    tracker.join()
     assert [step for step, _ in kept.logged] == [7, 7]
     assert kept.logged[0][1] == {"swarm/peers": 2.0}
     assert kept.logged[1][1]["train/loss"] == 2.0
@@ -98,7 +98,7 @@ def test_a_tracker_that_fails_loses_figures_and_nothing_else(caplog: pytest.LogC
     tracker = Tracker(kept)
     tracker.write("eval", step=5, loss=1.0)
     tracker.write("eval", step=6, loss=1.0)
-    tracker.close()
+    tracker.join()
     assert [step for step, _ in kept.logged] == [6]
     assert "figures for the tracker are lost" in caplog.text
 
@@ -114,7 +114,7 @@ def test_a_tracker_that_hangs_does_not_hang_the_exit(monkeypatch: pytest.MonkeyP
     tracker = Tracker(Stuck())
     for number in range(trackers.MAX_WAITING + 10):
         tracker.write("eval", step=number, loss=1.0)
-    tracker.close()
+    tracker.join()
     go_on.set()
 
 
@@ -131,7 +131,7 @@ def test_wandb_and_trackio_are_opened_with_the_run_as_group(
     monkeypatch.setitem(sys.modules, name, library)
     tracker = open_tracker(name, tmp_path / "p2ptrain-r-2", "r")
     tracker.write("eval", step=3, loss=0.0)
-    tracker.close()
+    tracker.join()
     assert calls == [
         ("init", {"project": "p2ptrain", "group": "r", "name": "p2ptrain-r-2"}),
         ("log", {"eval/loss": 0.0, "eval/perplexity": 1.0, "step": 3}),
@@ -176,5 +176,5 @@ def test_tensorboard_writes_beside_the_checkpoints(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     tracker = open_tracker("tensorboard", tmp_path, "r")
     tracker.write("peers", alive=[])
-    tracker.close()
+    tracker.join()
     assert written == [("swarm/peers", 1.0, 0), ("closed", 0.0, 0)]

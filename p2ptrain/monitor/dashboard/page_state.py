@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -74,10 +75,10 @@ class PageState:
     def curves(self, range_s: int) -> bytes:
         """The curves of a time range, at most CURVES_EVERY_S old."""
         with self._lock:
-            now_s = time.time()
-            drawn_s, data = self._curves.get(range_s, (0.0, b""))
+            now_s = time.monotonic()
+            drawn_s, data = self._curves.get(range_s, (-math.inf, b""))
             if now_s - drawn_s >= CURVES_EVERY_S:
-                data = _json(curves(self._swarm, range_s, now_s))
+                data = _json(curves(self._swarm, range_s, time.time()))
                 self._curves[range_s] = (now_s, data)
             return data
 

@@ -225,8 +225,16 @@ def _parquet_units(path: Path) -> list[Unit]:
         meta = parquet.ParquetFile(path).metadata
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{path}: is not a .parquet file, or cut off ({error})") from error
-    groups = range(meta.num_row_groups)
-    return [Unit("parquet", str(path), group, group + 1, meta.row_group(group).total_byte_size) for group in groups]
+    # Row groups may be small, and each unit becomes one or two files of tokens.
+    units: list[Unit] = []
+    start = size = 0
+    for group in range(meta.num_row_groups):
+        of_group = meta.row_group(group).total_byte_size
+        if size and size + of_group > UNIT_BYTES:
+            units.append(Unit("parquet", str(path), start, group, size))
+            start, size = group, 0
+        size += of_group
+    return [*units, Unit("parquet", str(path), start, meta.num_row_groups, size)]
 
 
 def _parquet_documents(unit: Unit, field: str) -> Iterator[Document]:
@@ -235,18 +243,20 @@ def _parquet_documents(unit: Unit, field: str) -> Iterator[Document]:
     file = parquet.ParquetFile(unit.path)
     if field not in file.schema_arrow.names:
         raise _no_field(field, file.schema_arrow.names, unit.path)
-    number = 0
-    for batch in file.iter_batches(batch_size=256, row_groups=[unit.start], columns=[field]):
-        try:
-            texts = batch.column(0).to_pylist()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{unit.path}, row group {unit.start}, row {number:,} or one of the {len(batch)} after it: is not "
-                f"UTF-8 ({error}); write the file anew"
-            ) from error
-        for text in texts:
-            yield _of_record({field: text}, field, f"{unit.path}, row group {unit.start}, row {number:,}")
-            number += 1
+    for group in range(unit.start, unit.end):
+        number = 0
+        for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[field]):
+            place = f"{unit.path}, row group {group}, row"
+            try:
+                texts = batch.column(0).to_pylist()
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{place} {number:,} or one of the {len(batch)} after it: is not UTF-8 ({error}); write the "
+                    "file anew"
+                ) from error
+            for text in texts:
+                yield _of_record({field: text}, field, f"{place} {number:,}")
+                number += 1
 
 
 def _dataset_units(source: str, split: str) -> list[Unit]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -249,6 +250,10 @@ def _run(job: Job, out: Path, numbers: list[int], jobs: int) -> Iterator[tuple[i
             number_of = {pool.submit(prepare_unit, job, out, number): number for number in numbers}
             for future in as_completed(number_of):
                 yield number_of[future], future.result()
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                "a process of it was killed, probably for lack of memory; give fewer --jobs: the same command goes on"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

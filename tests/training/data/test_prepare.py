@@ -92,13 +92,19 @@ def test_records_may_be_compressed(name: str, tmp_path: Path) -> None:
     assert _texts(_corpus(tmp_path / "out").training) == _texts(_corpus(tmp_path / "plain").training)
 
 
-def test_parquet_is_read_by_its_row_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("unit_bytes", "units"), [(1, 5), (documents.UNIT_BYTES, 1)])
+def test_parquet_is_read_by_its_row_groups(
+    unit_bytes: int, units: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones together: each unit becomes one or two files, and all are open in training."""
+    monkeypatch.setattr(documents, "UNIT_BYTES", unit_bytes)
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     parquet.write_table(pa.table({"content": TEXTS}), tmp_path / "a.parquet", row_group_size=70)
     _prepare([tmp_path / "a.parquet"], tmp_path / "out", field="content")
-    assert len(read_meta(tmp_path / "out").shards) == 2 * 5
+    assert len(read_meta(tmp_path / "out").shards) == 2 * units
+    monkeypatch.undo()
     _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "plain")
     assert _texts(_corpus(tmp_path / "out").training) == _texts(_corpus(tmp_path / "plain").training)
     with pytest.raises(ConfigError, match=r"a.parquet: has no field 'text'; give --field with one of: content"):

@@ -109,7 +109,10 @@ def test_code_of_a_repository_is_neither_run_nor_asked_about(saved: Path, monkey
 
 def test_a_model_of_transformers_is_exported_as_it_is(saved: Path, tmp_path: Path) -> None:
     model = build(f"hf:{saved}", vocab_size=98, seed=1).eval()
+    model.lm.config.eos_token_id = model.lm.generation_config.eos_token_id = 5  # that of another tokenizer
     export(model, Characters(), tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()).get("eos_token_id") == Characters().separator
     loaded, tokenizer = load_model(tmp_path / "out")
     assert tokenizer.vocab_size == 98
     tokens = torch.randint(98, (2, 12))

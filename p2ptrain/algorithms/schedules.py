@@ -70,9 +70,10 @@ def scaled_interval(sync_every: int, speed: float, median_speed: float) -> int:
         speed, median_speed: inner steps per second of this peer and of the roster's median.
     """
     ratio = speed / median_speed if median_speed > 0 else math.nan
-    if not 0 < ratio < math.inf or abs(ratio - 1) <= _SNAP:
+    steps = sync_every * ratio
+    if not 0 < steps < math.inf or abs(ratio - 1) <= _SNAP:
         return sync_every
-    return max(1, round(sync_every * ratio))
+    return max(1, round(steps))
 
 
 def _unit(position: float) -> float:

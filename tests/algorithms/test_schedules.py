@@ -100,6 +100,7 @@ def test_an_unknown_schedule_is_a_defect_of_the_caller() -> None:
         (math.nan, 10.0, 200),
         (math.inf, 10.0, 200),
         (1e300, 1e-300, 200),
+        (1.7e308, 1.0, 200),
     ],
 )
 def test_scaled_interval(speed: float, median_speed: float, interval: int) -> None:

@@ -55,6 +55,7 @@ from p2ptrain.protocol.exchange.position import Position
 from p2ptrain.protocol.exchange.pushing import Pusher
 from p2ptrain.protocol.exchange.slices import Slice
 from p2ptrain.protocol.exchange.snapshots import Snapshotter
+from p2ptrain.protocol.wire.messages import MAX_SPEED
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.signals import interrupt_held
 
@@ -296,6 +297,11 @@ class Exchange:
         end = self._clock()
         self._last_end_s = end
         return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
+
+    @property
+    def speed(self) -> float:
+        """Inner steps per second, as messages have it; 0 before the second step."""
+        return min(MAX_SPEED, 1 / self.step_s) if self.step_s > 0 else 0.0
 
     @interrupt_held()
     def idle(self) -> None:

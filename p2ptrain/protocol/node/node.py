@@ -288,7 +288,7 @@ class Node:
         return messages.Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, maddrs, offer)
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> messages.Beat:
-        head, step_s = self.driver.head, self._exchange.step_s
+        head = self.driver.head
         genesis = head.genesis or self.state_sync.joining.genesis
         named = BEAT_MEMBERS if len(self.links.live) <= LINKS_BEATEN else MANY_LINKS_MEMBERS
         return messages.Beat(
@@ -301,7 +301,7 @@ class Node:
             head.tokens_total,
             self._exchange.run_step,
             self.status[: messages.MAX_STATUS],
-            min(messages.MAX_SPEED, 1 / step_s) if step_s else 0.0,
+            self._exchange.speed,
             self.membership.sample(named),
             self.driver.context.liveness.reach(head),
         )

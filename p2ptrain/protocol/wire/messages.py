@@ -72,6 +72,8 @@ MerkleProof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
 # A time on the sender's clock, or a duration.
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+# Inner steps per second; 0 if unknown.
+Speed = Annotated[float, Meta(ge=0, le=MAX_SPEED)]
 # Empty if the sender has none yet.
 Lineage = Annotated[str, Meta(pattern=rf"\A({LINEAGE_PATTERN})?\Z")]
 Member = tuple[Name, Maddrs]
@@ -108,7 +110,7 @@ class Hello(_Struct, frozen=True):
 
     run_id: Text
     digest: Text
-    incarnation: Text
+    incarnation: Name
     role: Text
     maddrs: Maddrs
     bulk: Offer
@@ -146,7 +148,7 @@ class Beat(_Struct, frozen=True):
     tokens_total: Count
     step: Count
     status: Annotated[str, Meta(max_length=MAX_STATUS)]
-    speed: Annotated[float, Meta(ge=0, le=MAX_SPEED)]
+    speed: Speed
     members: Annotated[tuple[Member, ...], Meta(max_length=MAX_BEAT_MEMBERS)]
     reach: Annotated[int, Meta(ge=0, le=MAX_REACH)]
 
@@ -337,13 +339,13 @@ class Join(_OfAttempt, frozen=True):
     plain average.
     """
 
-    incarnation: Text
+    incarnation: Name
     state_hash: Text
     has_snapshot: bool
     tokens: Int
     shard_tokens: Int
     run_step: Int
-    speed: Float
+    speed: Speed
     rate: Float
     linked: Items[Text]
     at_length: bool
@@ -419,7 +421,7 @@ class Reduced(_OfAttempt, frozen=True):
     """
 
     part: Int
-    digests: Items[Text]
+    digests: Items[Name]
     gram: Items[Float]
     as_expected: bool
 
@@ -434,7 +436,7 @@ class Propose(_Struct, frozen=True):
 class Ready(_OfAttempt, frozen=True):
     """Member to leader: it holds all parts of the record and has stored READY. Signed with the sender's identity."""
 
-    incarnation: Text
+    incarnation: Name
     record_sha256: Text
     signature: Signature
 
@@ -460,7 +462,7 @@ class Withdraw(_OfAttempt, frozen=True):
 class Landed(_OfRound, frozen=True):
     """To all peers: the sender's signature under its new head. Joiners need those of a quorum."""
 
-    incarnation: Text
+    incarnation: Name
     signature: Signature
 
 

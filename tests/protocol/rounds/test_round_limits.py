@@ -32,6 +32,7 @@ from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
 from p2ptrain.protocol.rounds.moving.member import Sender
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
+    MAX_PEER_ID,
     Abort,
     Answer,
     Arrived,
@@ -516,7 +517,7 @@ def test_a_reducer_that_never_averages_and_reports_on_costs_each_leader_an_attem
     three_and_x(test, run=dataclasses.replace(PLAIN, audit_rate=0.0, round_timeout_s=30.0))
 
 
-@pytest.mark.parametrize("digests", [(), ("0" * 64, "1" * 64)])
+@pytest.mark.parametrize("digests", [(), ("0" * 64, "1" * 64), ("0" * (MAX_PEER_ID + 1),)])
 def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(digests: tuple[str, ...]) -> None:
     async def test(s: Swarm, x: Member) -> None:
         part, reports = 0, 0
@@ -545,14 +546,22 @@ def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(digest
     three_and_x(test, run=dataclasses.replace(PLAIN, audit_rate=0.0))
 
 
-@pytest.mark.parametrize("fields", [{"tokens": -1}, {"run_step": -(2**62)}, {"rate": -1.0}, {"speed": -1.0}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens": -1}, {"run_step": -(2**62)}, {"rate": -1.0}, {"speed": -1.0}, {"speed": 1.7e308},
+        {"incarnation": "x" * (MAX_PEER_ID + 1)},  # leaders send it on
+    ],
+)  # fmt: skip
 def test_a_join_with_an_impossible_claim_is_refused_and_the_round_goes_on(fields: dict[str, Any]) -> None:
     async def test(s: Swarm, x: Member) -> None:
         x.answer = lambda message: x.join(message, **fields) if isinstance(message, Call) else None
         began = trio.current_time()
         await s.until(lambda: landed(s, began, 2), within_s=40)
         assert not skips(s)
-        assert any(p.node.links.strikes.get("x") for p in s.peers.values())
+        strikes = [p.node.links.strikes for p in s.peers.values()]
+        assert any(strikes)
+        assert not any(set(of) - {"x"} for of in strikes)
 
     three_and_x(test)
 

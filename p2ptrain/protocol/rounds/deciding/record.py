@@ -46,9 +46,8 @@ def check_join(join: Join) -> None:
     for name in ("tokens", "shard_tokens", "run_step"):
         if not 0 <= getattr(join, name) <= MOST_COUNT:
             raise WireError(f"a Join with {name} = {getattr(join, name)}: must be between 0 and 2^53")
-    for name in ("speed", "rate"):
-        if getattr(join, name) < 0:
-            raise WireError(f"a Join with {name} = {getattr(join, name)}: must be 0 or more")
+    if join.rate < 0:
+        raise WireError(f"a Join with rate = {join.rate}: must be 0 or more")
 
 
 def most_square(num_blocks: int) -> float:

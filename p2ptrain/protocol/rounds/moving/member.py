@@ -339,7 +339,7 @@ class Participation:
             tokens=own.snapshot.tokens if own else 0,
             shard_tokens=context.exchange.shard_tokens,
             run_step=own.snapshot.run_step if own else 0,
-            speed=1 / context.exchange.step_s if context.exchange.step_s > 0 else 0.0,
+            speed=context.exchange.speed,
             rate=max((link.rate_bytes_s for link in links.live.values()), default=0.0),
             linked=tuple(links.live),
             at_length=own.snapshot.at_length if own else False,

@@ -74,10 +74,6 @@ class AnchorState:
     def num_chunks(self) -> int:
         return self.num_slices * len(self.vectors)
 
-    def chunks_of(self, piece: int) -> range:
-        """Numbers of the chunks of one slice of all vectors."""
-        return range(piece * len(self.vectors), (piece + 1) * len(self.vectors))
-
     def chunks_within(self, first: int, end: int) -> range:
         """Numbers of the chunks of all vectors that hold any of blocks [first, end)."""
         vectors = len(self.vectors)

@@ -18,7 +18,7 @@ import numpy as np
 import trio
 
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, chunk_hash
+from p2ptrain.protocol.anchor import AnchorState, chunk_hash
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
@@ -278,27 +278,29 @@ class Download:
             check_record(record, self._context.run, self._context.averaging, grid)
             if grid.section is not None:
                 return  # it changed few chunks
-            whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
+            whole = [bounds for bounds in grid.chunks if self._held.keys() >= set(state.chunks_within(*bounds))]
             mean_bytes = sum(self._context.averaging.size_bytes(record, part) for part in record.parts)
-            if len(whole) * len(state.vectors) * state.chunk(0).nbytes < mean_bytes:
+            blocks = sum(stop - start for start, stop in whole)
+            if blocks * len(state.vectors) * state.anchor[0].nbytes < mean_bytes:
                 return  # fetching the chunks again takes fewer bytes
             await self._context.parts.fetch(record, [donor.peer_id for donor in donors])
         except (PeerLostError, WireError) as error:
             logger.info("received state chunks cannot be updated with the round's mean: %s", error)
             return
-        for piece in whole:
-            await self._context.compute(self._step_chunks, piece, record)
+        for bounds in whole:
+            await self._context.compute(self._step_chunks, bounds, record)
 
-    def _step_chunks(self, piece: int, record: Record) -> None:
-        """Apply the outer step to one slice of anchor and moments, and rehash it."""
-        start = piece * STATE_CHUNK_BLOCKS
-        bounds = (start, min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks))
+    def _step_chunks(self, bounds: tuple[int, int], record: Record) -> None:
+        """Apply the outer step to one chunk of the grid, of anchor and moments, and rehash it.
+
+        It is one or several chunks of the state. The mean decodes only as a whole chunk of the grid.
+        """
         try:
             check_decodes(self._context.averaging, record, self._context.parts.get, self.state.num_stepped, bounds)
         except WireError:
             return
         step_chunk(self.state, self._context.averaging, Progress(record), self._context.parts.get, None, bounds)
-        for chunk in self.state.chunks_of(piece):
+        for chunk in self.state.chunks_within(*bounds):
             self._held[chunk] = self.state.chunk_hash(chunk)
 
     async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:

@@ -25,6 +25,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.directory import bucket_of, encode_record, member_key
 from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
+from p2ptrain.protocol.rounds.deciding import grid
 from p2ptrain.protocol.rounds.deciding.averaging import averaging_of
 from p2ptrain.protocol.rounds.deciding.grid import Grid, Grids, gradient_codec
 from p2ptrain.protocol.rounds.deciding.history import History, lineage_of
@@ -135,12 +136,10 @@ class Donor:
     def resolve_round(self) -> None:
         """Take an outer step, as a round does it; its means are served."""
         before, rng = self.state.hashes.state, np.random.default_rng(self.head.round)
-        half, parts = 6 * STATE_CHUNK_BLOCKS, []
+        whole, parts = Grid.of(BLOCKS, codec("int8")), []
         contributors = (Contributor("a", "a.1", 1.0, bytes(32)),)
-        for start, stop in ((0, half), (half, BLOCKS)):
-            chunks = (
-                rng.standard_normal((high - low, 64), np.float32) for low, high in Grid(0, BLOCKS).bounds(start, stop)
-            )
+        for start, stop in whole.split(2):
+            chunks = (rng.standard_normal((high - low, 64), np.float32) for low, high in whole.bounds(start, stop))
             mean = b"".join(map(codec("int8").encode, chunks))
             digest = part_digest(mean, contributors, (start, stop))
             self.parts.add(digest, mean)
@@ -163,7 +162,7 @@ class Donor:
             0.0,
         )
         progress = Progress(record)
-        for chunk in Grid(0, BLOCKS).bounds(0, BLOCKS):
+        for chunk in whole.chunks:
             step_chunk(self.state, averaging_of(RUN), progress, self.parts.get, None, chunk)
         self.state.rehash()
         head = head_of(self.state, round_=round_)
@@ -571,16 +570,22 @@ def test_a_donor_that_moves_on_mid_way_is_asked_again_about_its_new_state() -> N
 # --- what a donor says -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_what_is_here_is_rolled_forward_when_a_round_comes_between(broken: bool) -> None:
-    """Chunks of which both halves are here become the new round's; where the mean is not to be had they come anew."""
+@pytest.mark.parametrize(("broken", "large_blocks", "rolled"), [(False, 2**18, 4), (False, 0, 8), (True, 2**18, 0)])
+def test_what_is_here_is_rolled_forward_when_a_round_comes_between(
+    broken: bool, large_blocks: int, rolled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is here whole becomes the new round's; where the mean is not to be had, it comes anew.
+
+    Two chunks of the state, of anchor and moment, are one of the mean; in a large model eight.
+    """
+    monkeypatch.setattr(grid, "LARGE_BLOCKS", large_blocks)
 
     async def main() -> None:
         async with donors_and_joiner("b") as (_, donors, joiner, links):
             donor, state = donors["b"], AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
-            donor.instead["chunk"] = b"nothing"  # but for the first two pairs, which come as they are
-            for index in range(5):
+            donor.instead["chunk"] = b"nothing"  # but for the first ones, which come as they are
+            for index in range(rolled + 1):
                 state.chunk(index)[:] = donor.state.chunk(index)
                 download._held[index] = donor.state.hashes.chunks[index]
             with pytest.raises(PeerLostError):
@@ -592,7 +597,7 @@ def test_what_is_here_is_rolled_forward_when_a_round_comes_between(broken: bool)
                 donor.parts = parts_of(donor.endpoint)
             await download.run(donor.head, links)
             check_equal(state, donor.state)
-            assert sorted(donor.chunks) == list(range(0 if broken else 4, CHUNKS))
+            assert sorted(donor.chunks) == list(range(rolled, CHUNKS))
 
     run_virtual(main)
 

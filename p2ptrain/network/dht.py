@@ -85,7 +85,10 @@ class HivemindDirectory:
         assert len(value) <= MAX_VALUE_BYTES
         assert 0 < expires_in_s <= MAX_EXPIRES_IN_S
         # Of two records of one owner, nodes keep the one that expires later.
-        expiration = max(hivemind.get_dht_time() + expires_in_s, self._last_expiration.get(key, 0.0) + 1e-3)
+        now, last = hivemind.get_dht_time(), self._last_expiration.get(key, 0.0)
+        if last > now + MAX_EXPIRES_IN_S:
+            last = 0.0  # our clock was ahead, and other nodes have refused that record
+        expiration = max(now + expires_in_s, last + 1e-3)
         self._last_expiration[key] = expiration
         with trio.move_on_after(OPERATION_TIMEOUT_S), _unless_it_ends():
             return bool(await from_asyncio(self._node.store(key, value, expiration, subkey=self._subkey)))
@@ -159,10 +162,18 @@ class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
     than members renew. So stored records stay: new owners are refused while a key is full, and new keys while there are
     too many. Renewals are accepted, so a member keeps its place. A new member that is refused still joins: it dials the
     announced members, and their heartbeats name it to others.
+
+    A node whose clock is behind refuses all records under a key if one expires too late for it. So what is stored
+    expires a few seconds sooner than it accepts.
     """
 
-    def store_subkey(self, key: object, subkey: object, value: bytes, expiration_time: float) -> bool:
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         records = _records(self.get(key))
+        latest = hivemind.get_dht_time() + MAX_EXPIRES_IN_S
+        if expiration_time > latest:
+            return False
+        for owner in [owner for owner, held in records.items() if held.expiration_time > latest]:
+            del records[owner]  # from before our clock was set back
         if subkey not in records and (
             len(records) >= MAX_RECORDS
             or (key not in self and len(self) >= MAX_KEYS)
@@ -172,9 +183,10 @@ class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
         return bool(super().store_subkey(key, subkey, value, expiration_time))
 
 
-def _records(held: Any) -> Collection[object]:
-    """The owners of the records under a key."""
-    return held.value if held is not None and isinstance(held.value, hivemind.DictionaryDHTValue) else ()
+def _records(held: Any) -> Any:
+    """The records under a key, by owner."""
+    is_shared = held is not None and isinstance(held.value, hivemind.DictionaryDHTValue)
+    return held.value if is_shared else hivemind.DictionaryDHTValue()
 
 
 def owner_subkey(key: hivemind.RSAPublicKey) -> bytes:

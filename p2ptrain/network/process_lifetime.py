@@ -63,13 +63,24 @@ def scratch_directory() -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"cannot create a directory for sockets ({error}); set TMPDIR to a writable one") from None
     try:
-        with (path / f"{LOCK}.new").open("w") as lock:
+        with _kept(path), (path / f"{LOCK}.new").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Renamed only once it is locked, so that another peer does not remove it.
             (path / f"{LOCK}.new").rename(path / LOCK)
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    """Keep a directory from systemd, which removes what is ten days old from /tmp, but not where there is a lock."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(directory)
 
 
 def remove_leftovers(parent: Path | None = None) -> None:

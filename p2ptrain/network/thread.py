@@ -144,14 +144,13 @@ class NetworkThread:
                 meanwhile()
                 if concurrent.futures.wait([future], POLL_S).done:
                     break
-            return future.result(max(0.0, deadline - time.monotonic()))
-        except BaseException as error:
-            if future.done():  # the function's own error, or done at the last moment
-                raise
-            self.post(scope.cancel)
-            concurrent.futures.wait([future], CANCEL_GRACE_S)
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"the network thread was not done within {timeout_s:g} s") from None
+            if not concurrent.futures.wait([future], max(0.0, deadline - time.monotonic())).done:
+                raise TimeoutError(f"the network thread was not done within {timeout_s:g} s")
+            return future.result()
+        except BaseException:
+            if not future.done():
+                self.post(scope.cancel)
+                concurrent.futures.wait([future], CANCEL_GRACE_S)
             raise
         finally:
             self._pending.discard(future)

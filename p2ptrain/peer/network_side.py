@@ -122,13 +122,16 @@ class NetworkSide:
         async def copy() -> dict[str, Any]:
             async with node.driver.committer.lock:
                 while self._exchange.landing_pending:
-                    if (error := self._exchange.landing_error) is not None:
-                        raise TimeoutError(f"a round could not be landed in the weights: {error}") from error
                     await trio.sleep(POLL_S)
                 return state_of([await self._workers(vector.copy) for vector in node.state.vectors])
 
+        def land() -> None:
+            self.idle()
+            if self._exchange.landing_pending and (error := self._exchange.landing_error) is not None:
+                raise TimeoutError(f"a round could not be landed in the weights: {error}") from error
+
         if not self._has_left:
-            return self._thread.run(copy, timeout_s=STATE_TIMEOUT_S, meanwhile=self.idle)
+            return self._thread.run(copy, timeout_s=STATE_TIMEOUT_S, meanwhile=land)
         if not self.ended.wait(STATE_TIMEOUT_S):
             raise TimeoutError(f"a round took more than {STATE_TIMEOUT_S:.0f} s to change the state")
         if self._lands:
@@ -143,10 +146,19 @@ class NetworkSide:
         state_sync = self._runner.last_ready.state_sync
         if not self._thread.run(state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
             return False
-        try:
-            self._thread.run(state_sync.restore, restored, timeout_s=STATE_TIMEOUT_S, meanwhile=self.idle)
-        except TimeoutError:
-            raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s") from None
+        landed = threading.Event()
+
+        async def restore() -> None:
+            await state_sync.restore(restored)
+            landed.set()
+
+        # Not `run`, which would cancel it at the end of the time, between two heads.
+        self._thread.start_soon(restore)
+        deadline = time.monotonic() + STATE_TIMEOUT_S
+        while not landed.wait(POLL_S):
+            self.idle()
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s")
         return True
 
     def idle(self) -> None:

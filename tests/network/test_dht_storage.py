@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
 
-from p2ptrain.network._hivemind import DictionaryDHTValue
-from p2ptrain.network.dht import MAX_KEYS, MAX_KEYS_OF_OWNER, MAX_RECORDS, BoundedStorage
+import pytest
+import trio
+
+from p2ptrain.network import _hivemind as hivemind
+from p2ptrain.network import dht
+from p2ptrain.network._hivemind import DictionaryDHTValue, RSAPrivateKey
+from p2ptrain.network.dht import (
+    MAX_EXPIRES_IN_S,
+    MAX_KEYS,
+    MAX_KEYS_OF_OWNER,
+    MAX_RECORDS,
+    BoundedStorage,
+    HivemindDirectory,
+)
 
 KEY = b"key"
 
 
-def full(expires_in_s: float = 120.0) -> BoundedStorage:
+def full(expires_in_s: float = 100.0) -> BoundedStorage:
     storage = BoundedStorage()
     for number in range(MAX_RECORDS):
         assert storage.store_subkey(KEY, b"owner %d" % number, b"value", time.time() + expires_in_s)
@@ -36,7 +51,7 @@ def test_a_flood_displaces_no_record() -> None:
 
 def test_a_member_of_a_full_key_renews_its_record() -> None:
     storage = full()
-    later = time.time() + 150.0
+    later = time.time() + 110.0
     assert storage.store_subkey(KEY, b"owner 3", b"new", later)
     held = storage.get(KEY)
     assert held is not None
@@ -82,3 +97,50 @@ def test_one_owner_has_few_keys() -> None:
     assert storage.store_subkey(b"key 9", b"other", b"", later)
     del storage[b"key 0"]
     assert storage.store_subkey(b"key 9", b"owner", b"", later)
+
+
+def test_a_record_that_expires_too_late_for_readers_whose_clock_is_behind_is_not_stored() -> None:
+    storage = BoundedStorage()
+    assert not storage.store_subkey(KEY, b"stranger", b"", time.time() + MAX_EXPIRES_IN_S + 1.0)
+    assert storage.store_subkey(KEY, b"member", b"", time.time() + MAX_EXPIRES_IN_S)
+
+
+def test_after_the_clock_was_ahead_a_record_is_renewed_and_lasts_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage, ahead_s = BoundedStorage(), 6 * 3600.0
+    monkeypatch.setattr(hivemind, "get_dht_time", lambda: time.time() + ahead_s)
+    assert storage.store_subkey(KEY, b"member", b"early", time.time() + ahead_s + 30.0)
+    ahead_s = 0.0
+    assert storage.store_subkey(KEY, b"member", b"now", time.time() + 30.0)
+    held = storage.get(KEY)
+    assert held is not None
+    assert held.value.get(b"member").value == b"now"
+
+
+def test_announcements_go_on_after_the_clock_was_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    expirations, ahead_s = list[float](), 6 * 3600.0
+
+    class Node:
+        async def store(self, key: str, value: bytes, expiration: float, subkey: bytes) -> bool:
+            expirations.append(expiration)
+            return True
+
+    async def plainly(coroutine: Coroutine[Any, Any, bool]) -> bool:
+        return await coroutine
+
+    async def announce() -> None:
+        directory = HivemindDirectory(SimpleNamespace(key=RSAPrivateKey()))  # type: ignore[arg-type]
+        with directory.through(Node()):
+            assert await directory.announce("run", b"here", 30.0)
+            nonlocal ahead_s
+            ahead_s = 0.0
+            for _ in range(2):
+                assert await directory.announce("run", b"here", 30.0)
+
+    monkeypatch.setattr(dht, "from_asyncio", plainly)
+    monkeypatch.setattr(hivemind, "get_dht_time", lambda: time.time() + ahead_s)
+    trio.run(announce)
+    assert expirations[0] > time.time() + 3600.0
+    assert max(expirations[1:]) < time.time() + 31.0
+    assert expirations[2] > expirations[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import tempfile
 from pathlib import Path
 
@@ -24,6 +26,10 @@ def test_it_is_there_for_its_owner_alone_and_then_gone(usual: Path) -> None:
         assert path.parent == usual
         assert path.stat().st_mode & 0o777 == 0o700
         (path / "p2pd.sock").touch()
+        held = os.open(path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):  # systemd then leaves alone what is in it
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(held)
     assert list(usual.iterdir()) == []
 
 

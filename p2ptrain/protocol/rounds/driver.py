@@ -301,7 +301,7 @@ class RoundDriver:
                 if audited is not None:
                     self.context.start_soon(self._check_accusation, sender, audited)
             case m.Due():
-                if self._schedule.note_due(sender, message, self.head):
+                if self._schedule.note_due(sender, message, self.head, trio.current_time()):
                     self.changed()
             case _ if self._is_active:
                 self._attempts.receive(sender, message, payload)
@@ -336,9 +336,12 @@ class RoundDriver:
         """Announce that we are due, lead when it is our turn, and watch whether the voters are still there."""
         while True:
             changed, wake_s = self._changed, POLL_S
-            if self.head.lineage and self._is_active:
+            if self.head.lineage:
                 try:
-                    wake_s = self._act(trio.current_time())
+                    if self._is_active:
+                        wake_s = self._act(trio.current_time())
+                    else:
+                        self._lineage_watch.sees_quorum(self.head, trio.current_time())
                 except Exception as error:
                     # Our bug. The next poll tries again.
                     self.context.errors.note("driving the next round failed", error)

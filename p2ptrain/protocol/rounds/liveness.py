@@ -23,6 +23,9 @@ QUORUM_LOST_S = 60.0
 TELL_AFTER_S = 5.0
 # Peers that a line of the log names.
 MOST_NAMED = 3
+# Rounds wait for twice the longest round trip and more, so that a peer with a false one would stretch each of them. A
+# satellite link with a full queue has about this (guess).
+MOST_ROUND_TRIP_S = 3.0
 
 
 class Liveness:
@@ -75,8 +78,8 @@ class Liveness:
         return peer_id == self.own[0] or self._links.get(peer_id) is not None
 
     def round_trip_s(self) -> float:
-        """The longest round trip to a linked peer."""
-        return max((link.flow.rtt_s for link in self._links.live.values()), default=0.0)
+        """The longest round trip to a linked peer of our lineage, at most MOST_ROUND_TRIP_S: peers claim theirs."""
+        return min(MOST_ROUND_TRIP_S, max((link.flow.rtt_s for link in self._lineage_links().values()), default=0.0))
 
     def reach(self, head: Head) -> int:
         """Number of voters that we are linked with, including ourselves. Computed for every beat, so it is cheap."""
@@ -154,6 +157,12 @@ class LineageWatch:
         more = f" and {len(missing) - MOST_NAMED} others" if len(missing) > MOST_NAMED else ""
         return ", ".join(missing[:MOST_NAMED]) + more
 
+    def sees_quorum(self, head: Head, now: float) -> bool:
+        """Whether a quorum of the head's voters is here. Call it every second, also while a round lands."""
+        if is_seen := is_quorum(self._liveness.present(), head.voters):
+            self.reset(now)
+        return is_seen
+
     def is_our_turn(
         self,
         head: Head,
@@ -169,8 +178,7 @@ class LineageWatch:
             awaits: as for `lineage.is_our_turn`; asked only without a quorum.
             takes_turns: whether a peer may begin one.
         """
-        if is_quorum(self._liveness.present(), head.voters):
-            self.reset(now)
+        if self.sees_quorum(head, now):
             return False
         if not self.has_ended(head):
             self._ended_from_s = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -94,7 +95,8 @@ class Schedule:
         self._context = context
         self._rng = rng
         self._due: dict[int, set[PeerId]] = {}
-        self._counters: dict[PeerId, int] = {}
+        # With the time at which it was noted.
+        self._counters: dict[PeerId, tuple[int, float]] = {}
         self._join_delays_s: deque[float] = deque(maxlen=64)
         self._due_from_s = 0.0
         self._began_s = self._head_s = 0.0
@@ -161,15 +163,17 @@ class Schedule:
         self._sent_s, self._sent_for = now, this
         return Due(head.lineage, head.round + 1, self.counter)
 
-    def note_due(self, sender: PeerId, due: Due, head: Head) -> bool:
+    def note_due(self, sender: PeerId, due: Due, head: Head, now: float) -> bool:
         """Record that a peer is due. Returns whether that is for our round or one soon after."""
         if due.lineage != head.lineage or not 0 < due.round - head.round <= MAX_ROUNDS_AHEAD:
             return False
         self._due.setdefault(due.round, set()).add(sender)
-        if due.round == head.round + 1:
-            self._counters[sender] = due.counter
+        noted_s = self._counters.get(sender, (0, -math.inf))[1]
+        # Who sends more of them than it may has no more counters.
+        if due.round == head.round + 1 and now - noted_s >= DUE_AGAIN_S / 2:
+            self._counters[sender] = due.counter, now
             # Two peers must report a counter, if there are two: else one that knows the order could always lead.
-            claims = sorted(self._counters.values(), reverse=True)
+            claims = sorted((counter for counter, _ in self._counters.values()), reverse=True)
             heard = claims[min(len(self._context.host.lineage_peers()), 2) - 1 :][:1]
             self.counter = max(self.counter, *(min(claim, self.counter + MAX_DUE_AHEAD) for claim in heard), 0)
         return True

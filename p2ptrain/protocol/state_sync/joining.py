@@ -150,7 +150,7 @@ class Joining:
         if restored is not None:
             if restored.history.genesis is not None and not restored.ours:
                 self._pins.check(restored.history.genesis, restored.history.entries)
-            state.copy_from(restored.state)
+            await context.compute(state.copy_from, restored.state)
             why = "its node failed" if restored.ours else "this peer was restarted, and no other one has a newer state"
             driver.found_lineage(restored.head, restored.history, why)
             await land_state(driver, self._record, "keep", "restored from a checkpoint", restored.run_step)
@@ -247,7 +247,7 @@ class Joining:
         """
         context, restored = self._context, self._restored
         if restored is not None:
-            context.state.copy_from(restored.state)
+            await context.compute(context.state.copy_from, restored.state)
         download = self._download = Download(context, context.state)
         progress, progress_s, silences = 0, trio.current_time(), Silences()
         # One alone is believed if the user named it, or if its history must go on from our checkpoint.

@@ -265,7 +265,7 @@ class StateSync:
             if head.state_hash != driver.head.state_hash:
                 if download is None:
                     raise PeerLostError("a round of our own came first")
-                context.state.copy_from(download.state)
+                await context.compute(context.state.copy_from, download.state)
             elif context.run.is_pairwise:
                 run_step = context.exchange.run_step  # pairwise steps have brought us further than the head's round
             self._download = None
@@ -372,6 +372,6 @@ class StateSync:
     async def restore(self, restored: Restored) -> None:
         """Return to a checkpoint and found a new lineage. Other peers follow if its history is preferred to theirs."""
         async with self._driver.paused():
-            self._context.state.copy_from(restored.state)
+            await self._context.compute(self._context.state.copy_from, restored.state)
             self._driver.found_lineage(restored.head, restored.history, "restored by the user")
             await land_state(self._driver, self._record, "keep", "restored by the user", restored.run_step)

@@ -278,7 +278,7 @@ def test_what_a_newer_version_adds_is_left_out() -> None:
         page_of(last=-1), page_of(last=True), page_of(last=1.5), page_of(more=0), page_of(events={}),
         page_of(more=True), page_of(1), page_of({}), page_of({"event": 3}),
         page_of({"event": "stop", "reason": "no time"}),
-        page_of({**STOP, "t": 1e300}), page_of({**STOP, "t": "1"}), page_of({**STOP, "t": 1e9}),
+        page_of({**STOP, "t": "1"}),
         page_of({**STOP, "reason": 5}), page_of({**STOP, "reason": "x" * 5000}), page_of({"event": "stop", "t": 1000}),
         page_of({"event": "peers", "t": 1000, "alive": ["x"] * 10_000}),
         page_of({"event": "peers", "t": 1000, "alive": [["x"]]}),
@@ -303,7 +303,6 @@ def test_nonsense_is_refused(payload: bytes) -> None:
         ({**STOP, "reason": 5}, "stop with a bad reason: Expected `str`, got `int`"),
         ({"event": "stop", "t": 1000}, "stop without reason"),
         ({"event": "eval", "t": 1000, "step": -1, "loss": 1.0}, "eval with a bad step: Expected `int` >= 0"),
-        ({**STOP, "t": 1e9}, "impossible time 1000000000.0"),
         (
             {"event": "start", "t": 1000, "peer_id": "x", "run_id": "r", "maddrs": [], "run": {"a": 1}},
             "settings without total_steps",
@@ -313,6 +312,11 @@ def test_nonsense_is_refused(payload: bytes) -> None:
 def test_an_error_names_the_field_and_the_rule(event: Event, says: str) -> None:
     with pytest.raises(WireError, match=says):
         parse_page(page_of(event), now_s=1000)
+
+
+@pytest.mark.parametrize("t", [1e9, -1e9])
+def test_an_event_from_when_a_clock_was_wrong_is_left_out(t: float) -> None:
+    assert parse_page(page_of({**STOP, "t": t}, STOP), now_s=1000).events == [STOP]
 
 
 def test_every_kind_is_in_the_documentation() -> None:

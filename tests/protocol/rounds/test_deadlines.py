@@ -59,7 +59,7 @@ from p2ptrain.protocol.wire.messages import (
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.rounds.deciding.test_policy import arrived_of
 from tests.protocol.rounds.deciding.test_timeouts import timeouts
-from tests.protocol.swarm import RUN, common, run_virtual, swarm
+from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
 from tests.protocol.wiring import Endpoint, chunk_message, hello_of, linked_pair, start_endpoint, until
 
 # --- a silent peer --------------------------------------------------------------------------------------------------
@@ -496,5 +496,58 @@ def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer(
             assert len(touched) == len(set(touched))
             assert max(late_s) < 0.01
             assert set(without) == set("abc")
+
+    run_virtual(main)
+
+
+# --- what others claim ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("echoes_early", [False, True])
+def test_a_member_with_a_false_round_trip_stretches_no_wait(
+    echoes_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers no Call, so that each leader waits for it for a while."""
+    send, of_liar = Link.send, set[Link]()
+
+    def lie(link: Link, message: Message) -> None:
+        if link in of_liar and isinstance(message, Join):
+            return
+        if link in of_liar and isinstance(message, Beat) and echoes_early and message.echo_s > 0:
+            message = msgspec.structs.replace(message, echo_s=max(0.001, message.echo_s - 58.0))
+        send(link, message)
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 1, 4))
+            await trio.sleep(60)
+            monkeypatch.setattr(Link, "send", lie)
+            of_liar.update(s.peers["d"].node.links.live.values())
+            await trio.sleep(20)
+            before = s.peers["a"].node.driver.head.round
+            await trio.sleep(60)
+            assert s.peers["a"].node.driver.head.round - before >= 8
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("evaluates_s", [1.0, 70.0])
+def test_the_time_without_a_quorum_counts_from_its_loss_also_after_a_round_landed_late(evaluates_s: float) -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            peer = s.peers["c"]
+            lineage = peer.node.driver.head.lineage
+            await s.until(lambda: peer.exchange.landing_pending)
+            peer.paused = True
+            await trio.sleep(evaluates_s)
+            s.network.partition(["a", "b"], ["c"])
+            await s.until(lambda: not peer.node.links.live)
+            peer.paused = False
+            await trio.sleep(20)
+            assert peer.node.driver.head.lineage == lineage
+            peer.paused = True
 
     run_virtual(main)

@@ -88,9 +88,9 @@ def test_a_due_is_sent_at_once_and_again_every_three_seconds_for_the_next_attemp
 def test_dues_count_for_this_round_and_the_one_after_it_in_this_lineage() -> None:
     schedule = begun(Room())
     head = head_of()
-    taken = {round_: schedule.note_due("b", Due("0-l", round_, 0), head) for round_ in range(3, 9)}
+    taken = {round_: schedule.note_due("b", Due("0-l", round_, 0), head, 100.0) for round_ in range(3, 9)}
     assert taken == {3: False, 4: False, 5: True, 6: True, 7: False, 8: False}
-    assert not schedule.note_due("b", Due("1-l", 5, 0), head)
+    assert not schedule.note_due("b", Due("1-l", 5, 0), head, 100.0)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +103,25 @@ def test_dues_count_for_this_round_and_the_one_after_it_in_this_lineage() -> Non
 def test_the_attempt_expected_next_is_what_two_peers_report(peers: str, claims: dict[str, int], counter: int) -> None:
     schedule = begun(Room(peers))
     for sender, claim in claims.items():
-        assert schedule.note_due(sender, Due("0-l", 5, claim), head_of())
-    schedule.note_due("b", Due("0-l", 6, 1000), head_of())
+        assert schedule.note_due(sender, Due("0-l", 5, claim), head_of(), 100.0)
+    schedule.note_due("b", Due("0-l", 6, 1000), head_of(), 100.0)
     assert schedule.counter == counter
+
+
+def test_the_counters_of_who_sends_too_many_dues_are_not_heard() -> None:
+    schedule = begun(Room("b"))
+    for number in range(100):
+        schedule.note_due("b", Due("0-l", 5, 10**6), head_of(), 100.0 + 0.01 * number)
+    assert schedule.counter == MAX_DUE_AHEAD
+    schedule.note_due("b", Due("0-l", 5, 10**6), head_of(), 100.0 + DUE_AGAIN_S)
+    assert schedule.counter == 2 * MAX_DUE_AHEAD
 
 
 def test_a_new_head_forgets_dues_of_its_round_and_another_lineage_forgets_all() -> None:
     for same_lineage, leads in ((True, True), (False, False)):
         schedule = begun(Room("", run=RunConfig()))
-        schedule.note_due("a", Due("0-l", 5, 0), head_of(voters="a"))
-        schedule.note_due("a", Due("0-l", 6, 0), head_of(voters="a"))
+        schedule.note_due("a", Due("0-l", 5, 0), head_of(voters="a"), 100.0)
+        schedule.note_due("a", Due("0-l", 6, 0), head_of(voters="a"), 100.0)
         assert schedule.is_ours_to_lead(head_of(voters="a"), 100.0)
         schedule.begin(head_of(5, "a"), 101.0, same_lineage=same_lineage)
         assert not schedule.is_ours_to_lead(head_of(4, "a"), 101.0)
@@ -181,9 +190,9 @@ def test_a_peer_leads_once_half_of_the_voters_are_due_and_it_is_its_turn() -> No
             schedule._context.peer_id = name  # type: ignore[misc]
             schedule.counter = counter
             assert not schedule.is_ours_to_lead(head_of(), 100.0)
-            schedule.note_due("b", Due("0-l", 5, 0), head_of())
+            schedule.note_due("b", Due("0-l", 5, 0), head_of(), 100.0)
             assert not schedule.is_ours_to_lead(head_of(), 100.0)
-            schedule.note_due("c", Due("0-l", 5, 0), head_of())
+            schedule.note_due("c", Due("0-l", 5, 0), head_of(), 100.0)
             if schedule.is_ours_to_lead(head_of(), 100.0):
                 led.add((counter, name))
     assert len(led) == 12  # one leader of each attempt
@@ -193,7 +202,7 @@ def test_a_peer_leads_once_half_of_the_voters_are_due_and_it_is_its_turn() -> No
 def test_a_leader_whose_attempts_fail_is_not_counted_for_a_while() -> None:
     schedule = begun(Room("b"))
     for name in "ab":
-        schedule.note_due(name, Due("0-l", 5, 0), head_of(voters="ab"))
+        schedule.note_due(name, Due("0-l", 5, 0), head_of(voters="ab"), 100.0)
     turns = range(20)
 
     def own(now: float) -> list[bool]:
@@ -218,10 +227,10 @@ def test_the_last_round_of_random_pairs_waits_for_half_of_the_members() -> None:
     schedule._context.exchange.round_due = False  # type: ignore[misc]
     schedule.note_time(100.0)
     schedule._context.exchange.round_due = True  # type: ignore[misc]
-    schedule.note_due("a", Due("0-l", 5, 0), head_of(voters="a"))
+    schedule.note_due("a", Due("0-l", 5, 0), head_of(voters="a"), 100.0)
     assert not schedule.is_ours_to_lead(head_of(voters="a"), 99.9 + MEMBERS_PATIENCE_S)
     assert schedule.is_ours_to_lead(head_of(voters="a"), 100.0 + MEMBERS_PATIENCE_S)
-    schedule.note_due("b", Due("0-l", 5, 0), head_of(voters="a"))
+    schedule.note_due("b", Due("0-l", 5, 0), head_of(voters="a"), 100.0)
     assert schedule.is_ours_to_lead(head_of(voters="a"), 100.0)
 
 

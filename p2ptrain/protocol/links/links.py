@@ -43,6 +43,8 @@ from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Stream, Tran
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 8.0
+# Restarted peers that are remembered; bounded, as identities are free.
+MAX_REPLACED = 1024
 # A link has two streams if both sides dialled at the same instant.
 MAX_STREAMS = 2
 BEAT_EVERY_S = 1.0
@@ -100,6 +102,8 @@ class Links:
         self.budget = ReceiveBudget()
         self._strikes = Strikes()
         self._rates = PeerRates(peer_timeout_s)
+        # The incarnation of each peer that another one has replaced, and whether the user was told that it came back.
+        self._replaced: dict[PeerId, tuple[str, bool]] = {}
         self.chosen = frozenset(admission.chosen)
         self._refusal = admission.refusal
         self._transport = transport
@@ -305,6 +309,12 @@ class Links:
         link = self.live.get(peer_id)
         if link is not None:
             if link.hello.incarnation != hello.incarnation:
+                if self._is_replaced(peer_id, hello.incarnation):
+                    await stream.aclose()
+                    raise PeerLostError(f"{peer_id}: another process with its key is linked")
+                self._replaced[peer_id] = link.hello.incarnation, False
+                if len(self._replaced) > MAX_REPLACED:
+                    del self._replaced[next(iter(self._replaced))]
                 link.close("it was restarted")
             elif trio.current_time() - link.opened_s > HELLO_TIMEOUT_S:
                 link.close("it dialled again")
@@ -322,6 +332,20 @@ class Links:
             self.bulk.begin(link)
             self._events.on_link(link)
         return link
+
+    def _is_replaced(self, peer_id: PeerId, incarnation: str) -> bool:
+        """Whether another process has replaced this one before: it was not restarted, but copied. Warns once."""
+        replaced, is_told = self._replaced.get(peer_id, ("", False))
+        if replaced != incarnation:
+            return False
+        if not is_told:
+            self._replaced[peer_id] = replaced, True
+            logger.warning(
+                "two processes use the identity of %s, as after a machine was copied; the later one is kept. Remove "
+                "identity.key from the --out directory of one of them, and start it again",
+                peer_id,
+            )
+        return True
 
     def _start(self, link: Link, stream: Stream, read_ahead: bytes) -> None:
         assert self._nursery is not None

@@ -145,6 +145,27 @@ def test_a_restarted_peer_replaces_its_link() -> None:
     run_virtual(main)
 
 
+def test_of_two_processes_with_one_key_the_later_one_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Each would displace the other without end."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with linked_pair(network) as (a, first, _, _), trio.open_nursery() as nursery:
+            second = await start_endpoint(network, nursery, hello_of("b", incarnation="2"))
+            await second.links.connect("a", [])
+            await until(lambda: a.linked == ["b", "b"])
+            for _ in range(5):
+                with contextlib.suppress(PeerLostError):
+                    await first.links.connect("a", [])
+                await trio.sleep(1)
+            assert a.linked == ["b", "b"]
+            await check_works(a, second)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+    assert caplog.text.count("two processes use the identity of b") == 1
+
+
 def test_a_peer_that_lost_its_end_of_a_link_gets_a_new_one_at_once() -> None:
     """After a partition one side gives up before the other does, and dials again."""
 

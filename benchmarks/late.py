@@ -41,6 +41,8 @@ OPTIMIZERS, SEEDS = ("muon", "adamw"), (0, 1, 2)
 CODECS, INTERVALS = ("int4", "int2", "topk", "sparse64", "sparse128"), (25, 50, 10, 5)
 # How many words name a setting of a table of its own.
 USUAL = 3
+# A rate of AdamW that is not too low.
+FASTER = 1.2e-2
 SECTIONS, LARGER = "5 sections in turn", "outer 1.0 / 0.6"
 
 
@@ -77,6 +79,8 @@ def cells(grid: str) -> Iterator[Cell]:
         for seed, interval, name, optimizer in itertools.product(SEEDS, INTERVALS, CODECS, OPTIMIZERS):
             if (name, interval) != ("int4", 25):  # in the other grid
                 yield Cell("bytes", "add", 0, optimizer, 4, "iid", seed, name, interval)
+        for seed, name, interval in itertools.product(SEEDS, CODECS, INTERVALS):
+            yield Cell("bytes", "add", 0, "adamw", 4, "iid", seed, name, interval, lr=FASTER)
         return
     for peers, shards, delays in (
         (4, "iid", (0, 20)), (4, "iid", (5, 2)), (4, "clusters", (0, 20, 5)), (8, "iid", (0, 20, 5)),
@@ -93,7 +97,7 @@ def _in_other_settings(seed: int) -> Iterator[Cell]:
     """AdamW with larger rates, peers as far apart as with a late round, an end that is soon after each landing, int2
     with a larger outer step, sections that are as late as the whole, and longer intervals in longer runs."""
     cell = functools.partial(Cell, "late", peers=4, shards="iid", seed=seed)
-    for lr, rule, delay in itertools.product((6e-3, 1.2e-2), ("add", SECTIONS, LARGER), (0, 20)):
+    for lr, rule, delay in itertools.product((6e-3, FASTER), ("add", SECTIONS, LARGER), (0, 20)):
         yield cell(rule, delay, "adamw", lr=lr)
     yield cell("add", 0, "muon", sync_every=45)
     for optimizer, rule, delay in itertools.product(OPTIMIZERS, ("add", SECTIONS), (0, 20)):
@@ -151,7 +155,7 @@ def _late_tables(results: dict[Cell, Result]) -> str:
             for delay in sorted({row["delay"] for row in of}):
                 chosen = [row for row in of if (row["rule"], row["delay"]) == (rule, delay)]
                 extra = [row["loss"] - base[row["seed"]] for row in chosen if row["loss"] and base.get(row["seed"])]
-                order = statistics.fmean(extra) if extra else math.inf
+                order = statistics.fmean(extra) if extra else order
                 costs[delay] = _shown([row["loss"] for row in chosen]) + (f" ({order:+.3f})" if extra else "")
             if set(costs.values()) != {"–"}:
                 if 0 in costs and rule != "add" and rule not in ON_TIME:
@@ -179,6 +183,7 @@ def _setting(row: Result) -> tuple[str, ...]:
         *([] if row["sync_every"] == usual.sync_every else [f"H = {row['sync_every']}"]),
         *([] if row["lr"] is None else [f"lr {row['lr']:g}"]),
         *([] if row["steps"] is None else [f"{row['steps']} steps"]),
+        *([] if row["delay"] <= row["sync_every"] else ["a section as late as the whole"]),
     )  # fmt: skip
 
 
@@ -186,11 +191,11 @@ def _bytes_table(results: dict[Cell, Result]) -> str:
     usual = {Cell("late", "add", 0, optimizer, 4, "iid", seed) for optimizer in OPTIMIZERS for seed in SEEDS}
     rows = [row for cell, row in results.items() if cell.grid == "bytes" or cell in usual]
     lines = []
-    for name, interval in itertools.product(CODECS, sorted(INTERVALS)):
-        of = [row for row in rows if (row["codec"], row["sync_every"]) == (name, interval)]
+    for lr, name, interval in itertools.product((None, FASTER), CODECS, sorted(INTERVALS)):
+        of = [row for row in rows if (row["lr"], row["codec"], row["sync_every"]) == (lr, name, interval)]
         if of:
             line = {
-                "codec": name,
+                "codec": name if lr is None else f"{name}, lr {lr:g}",
                 "H": str(interval),
                 "MB": f"{statistics.fmean(row['mb'] for row in of if row['mb']):.2f}",
             }

@@ -175,5 +175,5 @@ def _end_at_a_later_one() -> None:
         if monotonic() - first_s >= TOGETHER_S:
             os._exit(128 + number)
 
-    for number in SIGNALS:
+    for number in _heeded():
         signal.signal(number, end)

@@ -162,6 +162,9 @@ def test_what_was_started_to_ignore_ctrl_c_goes_on_doing_so() -> None:
         with stop_on_signals() as stop:
             os.kill(os.getpid(), signal.SIGINT)
             assert not stop()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
     finally:
         for number, handler in before.items():

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.integrations.position import set_position, wait_for_last_round
+from p2ptrain.integrations.position import set_position, state_or_nothing, wait_for_last_round
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.peer import Peer
 
@@ -145,7 +145,7 @@ class P2PCallback(Callback):
             self.peer.leave(type(exception).__name__)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.peer is None else self.peer.state_dict()
+        return {} if self.peer is None else state_or_nothing(self.peer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state for joining: the checkpoint is read before the fit starts."""

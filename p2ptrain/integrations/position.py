@@ -1,11 +1,16 @@
-"""For the callbacks of all trainers: a learning rate that follows the run's position, and the end of a run."""
+"""For the callbacks of all trainers: a rate that follows the run's position, checkpoints, and the end of a run."""
 
 from __future__ import annotations
+
+import logging
+from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.peer import Peer
+
+logger = logging.getLogger(__name__)
 
 # Guess, as in `p2ptrain join`.
 LAST_ROUND_TIMEOUT_S = 60.0
@@ -19,6 +24,15 @@ def set_position(scheduler: object, position: int) -> None:
     if isinstance(scheduler, LambdaLR) and scheduler.last_epoch != position:
         scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1})
         scheduler.step()
+
+
+def state_or_nothing(peer: Peer | GroupPeer) -> dict[str, Any]:
+    """`peer.state_dict()`, or an empty one with a warning if a round cannot be landed now: training goes on."""
+    try:
+        return peer.state_dict()
+    except TimeoutError as error:
+        logger.warning("this checkpoint is without the peer's part: %s", error)
+        return {}
 
 
 def wait_for_last_round(peer: Peer | GroupPeer) -> None:

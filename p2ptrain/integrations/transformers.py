@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.integrations.position import set_position, wait_for_last_round
+from p2ptrain.integrations.position import set_position, state_or_nothing, wait_for_last_round
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_tensors import plain_names
 from p2ptrain.peer.peer import Peer
@@ -93,7 +93,7 @@ class P2PCallback(TrainerCallback):
         """Before the Trainer evaluates, and saves the model: that and the peer's state must be of the same round."""
         self._saved = None
         if control.should_save or (control.should_evaluate and args.save_strategy == "best"):
-            self._saved = self._peer.state_dict()
+            self._saved = state_or_nothing(self._peer)
         elif control.should_evaluate:
             self._peer.finish_landing()
 
@@ -109,7 +109,7 @@ class P2PCallback(TrainerCallback):
             self._peer.record("eval", step=self._peer.run_step, loss=kwargs["metrics"]["eval_loss"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        saved = self._peer.state_dict() if self._saved is None else self._saved
+        saved = state_or_nothing(self._peer) if self._saved is None else self._saved
         self._saved = None
         if saved:
             tensors = {"anchor": saved["anchor"]} | {f"moment {i}": m for i, m in enumerate(saved["moments"])}
@@ -154,19 +154,18 @@ class P2PCallback(TrainerCallback):
         """Restore the peer's state after the Trainer has overwritten the run's weights with a checkpoint."""
         if file.exists() and self._peer.load_state_dict(_read(file)):
             return
-        peer = self._peer.peer if isinstance(self._peer, GroupPeer) else self._peer
-        if peer is not None and peer.founded and not file.exists():
+        anchor = self._peer.anchor_state_dict()
+        parameters = {name: of for name, of in plain_names(model, model.named_parameters()) if name in anchor}
+        is_same = all(torch.equal(of, anchor[name].to(of.device, of.dtype)) for name, of in parameters.items())
+        if self._peer.founded and not file.exists() and not is_same:
             raise ConfigError(
                 f"{file.parent} has no {file.name}, and this peer has founded run {self._peer.run.run_id!r} with other "
-                "weights: join with the model of that checkpoint and train without resume_from_checkpoint, or join "
-                "other peers of the run"
+                f"weights: join with the model of that checkpoint, or join other peers of the run"
             )
         logger.info("the run is further than the checkpoint; using the run's weights")
-        anchor = self._peer.anchor_state_dict()
         with torch.no_grad():
-            for name, parameter in plain_names(model, model.named_parameters()):
-                if name in anchor:
-                    parameter.copy_(anchor[name])
+            for name, parameter in parameters.items():
+                parameter.copy_(anchor[name])
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

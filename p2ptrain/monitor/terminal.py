@@ -148,7 +148,7 @@ class Terminal:
                     live.refresh()
                 self._print_lines()
         except OSError:
-            # The terminal window was closed, and with nohup, training goes on.
+            # The terminal window was closed; with nohup, training goes on.
             self._console.quiet = True
         except Exception:
             logger.exception("the live view failed; training continues without it")

@@ -71,7 +71,7 @@ class GroupPeer:
         peer: the `Peer` on rank 0; None on the other ranks.
         rank, size: number of this process in the group, and number of processes.
         data_seed: a seed for this process's share of the data; differs between ranks.
-        run, peer_id, maddrs: as those of a `Peer`.
+        run, peer_id, maddrs, founded: as those of a `Peer`.
         alive, round, run_step, finished, anchor_hash, failure: likewise, as of the last collective call.
     """
 
@@ -110,13 +110,14 @@ class GroupPeer:
             self._parts = ModelParts(model, self._ranks)
             view = self._parts.view
             self._sharded = view if isinstance(view, ShardedView) else None
-            settled = self._told(self._on_rank_0(lambda: self._enter(enter), {}))
+            settled = self._told("join", self._on_rank_0(lambda: self._enter(enter), {}))
             self.run = RunConfig.from_dict(settled["run"])
             self.peer_id: str = settled["peer_id"]
             self.maddrs: list[str] = settled["maddrs"]
+            self.founded = bool(settled["founded"])
             self.data_seed = self.run.data_seed(f"{self.peer_id}/{self.rank}" if self.rank else self.peer_id)
             self._parts.load_buffers(self._ranks.tell_bytes(self._parts.buffers()))
-            self._follow(StepReport(), Changes(everything=True))
+            self._follow("join", changes=Changes(everything=True))
         except BaseException as error:
             self.leave(type(error).__name__)
             self._ranks.close()
@@ -171,7 +172,7 @@ class GroupPeer:
             return self._peer.step_checked(mean_loss, plain_samples(int(total)), start)
 
         try:
-            report = self._follow(self._on_rank_0(exchange, StepReport()))
+            report = self._follow("step", self._on_rank_0(exchange, StepReport()))
         except ConfigError:
             if not refused:
                 raise
@@ -190,7 +191,7 @@ class GroupPeer:
         waiting = True
         while waiting:
             waits = self._on_rank_0(wait, True)
-            self._follow(StepReport())
+            self._follow("wait_finished")
             waiting = bool(self._ranks.tell({"waiting": waits})["waiting"])
         return self.finished
 
@@ -211,7 +212,7 @@ class GroupPeer:
         if self._ranks.closed:
             return {} if self.peer is None else self.peer.state_dict()
         state: dict[str, Any] = self._on_rank_0(lambda: self._peer.state_dict(), {})
-        self._follow(StepReport())
+        self._follow("state_dict")
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -221,8 +222,8 @@ class GroupPeer:
         TimeoutError, and as a PeerLostError otherwise.
         """
         taken = self._on_rank_0(lambda: self._peer.load_state_dict(state), False)
-        taken = bool(self._told({"taken": taken})["taken"])
-        self._follow(StepReport())
+        taken = bool(self._told("load_state_dict", {"taken": taken})["taken"])
+        self._follow("load_state_dict")
         return taken
 
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
@@ -231,7 +232,7 @@ class GroupPeer:
         Of a sharded model, rank 0 returns the whole parameters, and the other ranks an empty dictionary.
         """
         anchor: dict[str, torch.Tensor] = self._on_rank_0(lambda: self._peer.anchor_state_dict(), {})
-        self._follow(StepReport())  # `anchor_hash` is of this anchor now
+        self._follow("anchor_state_dict")  # `anchor_hash` is of this anchor now
         if self._sharded is not None:
             return anchor
         flat = torch.zeros(self._parts.space.num_blocks, BLOCK, dtype=torch.float32, device="cpu")
@@ -251,7 +252,7 @@ class GroupPeer:
         """
         if landing:
             self._on_rank_0(lambda: self._peer.leave(reason), None)
-            self._follow(StepReport())
+            self._follow("leave")
         elif self.peer is not None:
             self.peer.leave(reason, landing=self._sharded is None)
 
@@ -285,25 +286,33 @@ class GroupPeer:
         if self._sharded is not None:
             self._sharded.end()
 
-    def _told(self, message: dict[str, Any]) -> dict[str, Any]:
-        """All ranks, after `_on_rank_0`: return the message of rank 0, or raise the error of that call."""
-        told = self._ranks.tell(message)
+    def _told(self, call: str, message: dict[str, Any]) -> dict[str, Any]:
+        """All ranks, after `_on_rank_0`: return the message of rank 0, or raise the error of that call.
+
+        Raises ConfigError if the user has made another call on rank 0.
+        """
+        told = self._ranks.tell({"call": call, **message})
         if "raised" in told:
             raise _SHARED_ERRORS.get(told["raised"], PeerLostError)(told["text"])
+        if told["call"] != call:
+            raise ConfigError(f"rank 0 has called {told['call']}(), and this rank {call}(): all ranks must call both")
         return told
 
     def _enter(self, enter: Callable[[ModelParts], Peer] | None) -> dict[str, Any]:
         assert enter is not None, "on rank 0"
         self.peer = peer = enter(self._parts)
-        return {"run": peer.run.to_dict(), "peer_id": peer.peer_id, "maddrs": peer.maddrs}
+        return {
+            "run": peer.run.to_dict(), "peer_id": peer.peer_id, "maddrs": peer.maddrs, "founded": peer.founded,
+        }  # fmt: skip
 
-    def _follow(self, report: StepReport, changes: Changes | None = None) -> StepReport:
+    def _follow(self, call: str, report: StepReport | None = None, *, changes: Changes | None = None) -> StepReport:
         """Give all ranks the report and the status of rank 0, and the weights that have changed there.
 
         The ranks of a sharded model have changed their weights themselves.
 
         Args:
-            report: the report of rank 0; ignored on the other ranks.
+            call: the user's.
+            report: the report of rank 0, None if nothing was exchanged; ignored on the other ranks.
             changes: changes in the weights of rank 0; None for those since the last call.
         """
         message: dict[str, Any] = {}
@@ -314,11 +323,11 @@ class GroupPeer:
             message = {
                 "position": {name: getattr(self.peer, name) for name in _POSITION},
                 "failure": None if self.peer.failure is None else str(self.peer.failure),
-                "report": dataclasses.asdict(report),
+                "report": dataclasses.asdict(report or StepReport()),
                 "everything": changes.everything,
                 "blocks": len(blocks),
             }
-        message = self._told(message)
+        message = self._told(call, message)
         for name in _POSITION:
             setattr(self, name, message["position"][name])
         self.failure = None if message["failure"] is None else PeerLostError(message["failure"])

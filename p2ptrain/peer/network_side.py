@@ -20,6 +20,7 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer_state import Array, to_dict
 from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import Epoch
 from p2ptrain.protocol.node.node import STAY_S
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.state_sync.checkpoint import Restored
@@ -119,23 +120,26 @@ class NetworkSide:
         def state_of(vectors: Sequence[Array]) -> dict[str, Any]:
             return to_dict(node.driver.head, node.driver.history, self._exchange.run_step, vectors)
 
-        async def copy() -> dict[str, Any]:
+        async def copy() -> tuple[Epoch, dict[str, Any]]:
             async with node.driver.committer.lock:
                 while self._exchange.landing_pending:
                     await trio.sleep(POLL_S)
-                return state_of([await self._workers(vector.copy) for vector in node.state.vectors])
+                return self._exchange.epoch, state_of([await self._workers(v.copy) for v in node.state.vectors])
 
         def land() -> None:
             self.idle()
             if self._exchange.landing_pending and (error := self._exchange.landing_error) is not None:
                 raise TimeoutError(f"a round could not be landed in the weights: {error}") from error
 
-        if not self._has_left:
-            return self._thread.run(copy, timeout_s=STATE_TIMEOUT_S, meanwhile=land)
+        while not self._has_left:
+            epoch, state = self._thread.run(copy, timeout_s=STATE_TIMEOUT_S, meanwhile=land)
+            if epoch == self._exchange.epoch:  # else `land` has landed the next round, too
+                return state
         if not self.ended.wait(STATE_TIMEOUT_S):
             raise TimeoutError(f"a round took more than {STATE_TIMEOUT_S:.0f} s to change the state")
-        if self._lands:
-            self._idle()
+        self._await_transfers(lambda: self._lands and self._exchange.landing_pending and self._idle())
+        if self._lands and self._exchange.landing_pending:
+            raise TimeoutError("the last round could not be landed in the weights")
         return state_of([vector.copy() for vector in node.state.vectors])
 
     def restore(self, restored: Restored) -> bool:
@@ -189,8 +193,11 @@ class NetworkSide:
             if not self._has_refused:
                 self._exchange.finish_landing()
         # What is under way holds memory of the device and the host, which may be freed only when that is done.
+        self._await_transfers(lambda: idle() and self._is_under_way())
+
+    def _await_transfers(self, goes_on: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TRANSFERS_S
-        while idle() and self._is_under_way() and time.monotonic() < deadline:
+        while goes_on() and time.monotonic() < deadline:
             time.sleep(LEAVING_POLL_S)
 
     def _land_the_last(self, at_least_s: float, idle: Callable[[], bool]) -> None:

@@ -56,7 +56,7 @@ def simulate_variants(
     with interrupts_call(interrupted.set):
         pool = ProcessPoolExecutor(workers, context, _prepare, (channel,))
         try:
-            # Ctrl-C and SIGTERM may be sent to all processes: those that start now ignore them, and this one ends them.
+            # Signals may be sent to all processes: those that start now ignore them, and this one ends them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:
                 futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]

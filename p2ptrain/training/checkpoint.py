@@ -166,7 +166,7 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     except CheckpointError as error:
         raise ConfigError(f"{error}; give another checkpoint") from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
     if saved is None:
         fault = "no checkpoint there" if path.exists() else "no such directory"
         patterns = [f"{glob.escape(path.name)}*"]

@@ -18,7 +18,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
-from p2ptrain.training.data.tokenizer_file import SEPARATOR, TOKENIZER_FILE, as_file
+from p2ptrain.training.data.tokenizer_file import SEPARATOR, TOKENIZER_FILE, TokenizerFile, as_file
 from p2ptrain.training.models import GPT, Llama, context_length
 from p2ptrain.training.models.gpt import NORM_EPS
 from p2ptrain.training.models.hf import CausalLM
@@ -48,9 +48,7 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
         if any(out.iterdir()):
             raise ConfigError(f"--out {out}: is not empty; give a new directory")
         if isinstance(model, CausalLM):
-            # The model's own may be of another tokenizer, and generation would never stop, or at any letter.
-            for ids in (model.lm.config, model.lm.generation_config) if tokenizer.identity != IDS else ():
-                ids.bos_token_id = ids.eos_token_id = tokenizer.separator  # type: ignore[union-attr]
+            _end_as(tokenizer, model)
             model.lm.save_pretrained(out)  # type: ignore[operator]
         else:
             _write_json(out / "config.json", config)
@@ -65,6 +63,20 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
         raise ConfigError(f"--out {error.filename or out}: cannot be written ({error.strerror})") from error
     except SafetensorError as error:  # a full disk
         raise ConfigError(f"--out {out}: cannot be written ({error})") from error
+
+
+def _end_as(tokenizer: Tokenizer, model: CausalLM) -> None:
+    """Take the tokenizer's end of text for a model's, which may be another's: its texts would end anywhere, or never.
+
+    The model's own stays where the tokenizer's is among them, and where it is not known.
+    """
+    end = tokenizer.separator
+    if tokenizer.identity == IDS or (end is None and isinstance(tokenizer, TokenizerFile)):
+        return
+    for ids in (model.lm.config, model.lm.generation_config):
+        own = ids.eos_token_id  # type: ignore[union-attr]
+        if end is None or end not in (own if isinstance(own, list) else [own]):
+            ids.bos_token_id = ids.eos_token_id = end  # type: ignore[union-attr]
 
 
 def converted(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -94,6 +95,20 @@ def test_a_round_has_landed_whole_in_weights_that_the_trainer_saves_or_evaluates
     assert peer.settled_at == [3, 4, 6, 8]
 
 
+def test_a_round_that_cannot_be_landed_costs_a_checkpoint_its_state_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise TimeoutError("out of memory")
+
+    peer = Peer()
+    monkeypatch.setattr(peer, "state_dict", fail)
+    trainer(peer, tmp_path, save_steps=LENGTH).train()
+    assert (tmp_path / f"checkpoint-{LENGTH}" / "model.safetensors").exists()
+    assert not (tmp_path / f"checkpoint-{LENGTH}" / STATE_FILE).exists()
+    assert "this checkpoint is without the peer's part: out of memory" in caplog.text
+
+
 def test_tokens_are_counted_where_the_trainer_counts_them(tmp_path: Path) -> None:
     peer = Peer()
     trainer(peer, tmp_path, include_num_input_tokens_seen="all").train()
@@ -139,9 +154,9 @@ def test_a_checkpoint_holds_the_peers_part_and_the_further_one_counts(tmp_path: 
     assert (embedding.mean() > 0.25) == (run_is_at == 7)  # that of the run, or that of the checkpoint
 
 
-@pytest.mark.parametrize("founded", [True, False])
+@pytest.mark.parametrize(("founded", "is_same"), [(True, False), (True, True), (False, False)])
 def test_weights_of_a_checkpoint_are_not_overwritten_by_those_that_a_founder_began_with(
-    tmp_path: Path, founded: bool
+    tmp_path: Path, founded: bool, is_same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer(Peer(LENGTH), tmp_path, save_steps=3).train()
     for directory in tmp_path.glob("checkpoint-*"):
@@ -149,7 +164,11 @@ def test_weights_of_a_checkpoint_are_not_overwritten_by_those_that_a_founder_beg
     peer = Peer(LENGTH, at=1)
     peer.founded = founded
     again = trainer(peer, tmp_path, save_strategy="no")
-    if founded:
+    if founded and is_same:
+        saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+        monkeypatch.setattr(peer, "anchor_state_dict", lambda: saved)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    elif founded:
         with pytest.raises(ConfigError, match=r"has no p2ptrain\.safetensors, and this peer has founded run"):
             again.train(resume_from_checkpoint=True)
     else:

@@ -118,6 +118,26 @@ def test_a_tracker_that_hangs_does_not_hang_the_exit(monkeypatch: pytest.MonkeyP
     go_on.set()
 
 
+def test_a_peer_that_leaves_does_not_wait_for_a_tracker() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Kept):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            begun.set()
+            assert go_on.wait(60)
+            super().log(step, values)
+
+    kept = Slow()
+    tracker = Tracker(kept)
+    tracker.write("eval", step=5, loss=1.0)
+    assert begun.wait(60)
+    tracker.close()  # it would never return
+    assert (kept.logged, kept.closed) == ([], 0)
+    go_on.set()
+    tracker.join()
+    assert ([step for step, _ in kept.logged], kept.closed) == ([5], 1)
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_wandb_and_trackio_are_opened_with_the_run_as_group(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -99,6 +99,7 @@ class Driven:
     """A peer without a network: each step lands, merges and gathers what `script` gives to its exchange."""
 
     peer_id, maddrs, alive, round, anchor_hash, failure = "QmFake", ["/ip4/127.0.0.1/tcp/1"], [], 0, "00" * 32, None
+    founded = True
 
     def __init__(self, parts: ModelParts, script: Callable[[Driven, int], None]) -> None:
         self.run = RunConfig(model_layout=parts.layout_sha256, fragment_fraction=0.5, sync_every=2)

@@ -312,6 +312,20 @@ def test_the_end_of_the_run_and_states_are_the_same_on_all_ranks() -> None:
             assert group_peer.wait_finished(60)
             assert group_peer.finished
             assert bool(group_peer.state_dict()) == (rank == 0)
+        assert bool(group_peer.state_dict()) == (rank == 0)  # alone, after the block
+
+    on_all_ranks(work)
+
+
+def test_a_call_that_only_rank_0_makes_is_named() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = new_model(0)
+        group_peer = GroupPeer(model, group, lambda parts: Swarm(model, "nothing"), device=CPU)
+        if rank == 0:
+            group_peer.state_dict()
+        else:
+            with pytest.raises(ConfigError, match=r"rank 0 has called state_dict\(\), and this rank step\(\)"):
+                group_peer.step()
 
     on_all_ranks(work)
 

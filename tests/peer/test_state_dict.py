@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -103,16 +104,25 @@ def test_a_peer_that_left_in_the_middle_of_an_outer_step_saves_a_whole_state(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hashes of a large model take longer than a leaving peer waits."""
-    chunk_hash = AnchorState.chunk_hash
+    chunk_hash, go_on = AnchorState.chunk_hash, threading.Event()
     monkeypatch.setattr(network_side, "LANDING_S", 0.1)
     monkeypatch.setattr(network_side, "ENDED_S", 0.1)
 
-    def slowly(state: AnchorState, index: int) -> str:
-        time.sleep(1.0)
+    def late(state: AnchorState, index: int) -> str:
+        assert go_on.wait(DEADLINE_S)
         return chunk_hash(state, index)
 
-    monkeypatch.setattr(AnchorState, "chunk_hash", slowly)
+    monkeypatch.setattr(AnchorState, "chunk_hash", late)
     alone.train_until(lambda: alone.driver.committer.stepping)
     alone.peer.leave("interrupted")
-    assert not alone.peer._network_side.ended.is_set()
+    ended = alone.peer._network_side.ended
+    assert not ended.is_set()
+    wait = ended.wait
+
+    def then_go_on(timeout_s: float) -> bool:
+        go_on.set()
+        return wait(timeout_s)
+
+    monkeypatch.setattr(ended, "wait", then_go_on)
     assert alone.round_of_state() == 0
+    assert alone.exchange.epoch.round == 0

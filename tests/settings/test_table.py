@@ -174,6 +174,12 @@ def test_flag_wins_over_environment_over_toml_over_default(tmp_path: Path) -> No
     assert merge({}, environ, other).values["batch_tokens"] == 9
 
 
+def test_the_home_directory_is_known_in_toml_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert SETTINGS["out"].parse("~/novels", "out") == "/home/me/novels"
+    assert SETTINGS["out"].parse("not~/mine", "out") == "not~/mine"
+
+
 def test_several_addresses_fit_in_one_variable() -> None:
     merged = merge({}, {"P2PTRAIN_HOST_MADDRS": "/ip4/127.0.0.1/tcp/1, /ip4/127.0.0.1/tcp/2"})
     assert merged.values["host_maddrs"] == ("/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2")

@@ -27,6 +27,9 @@ RATE_ROUND_TRIPS = 10
 ROUND_TRIPS = 60
 # A longer round trip comes from a clock that jumped, or a false echo.
 MAX_ROUND_TRIP_S = 60.0
+# One counts as this at most: rounds wait for a few of them, so a false one would stretch each round. A satellite link
+# with a full queue has about this (guess).
+MOST_ROUND_TRIP_S = 3.0
 # The receiver acknowledges after at most this many bytes, so that a minimal window never stalls.
 ACK_EVERY_BYTES = 24 * 1024
 
@@ -123,6 +126,7 @@ class FlowControl:
     def note_round_trip(self, sample_s: float) -> None:
         """Take the round trip of a heartbeat."""
         if 0 <= sample_s < MAX_ROUND_TRIP_S:
+            sample_s = min(sample_s, MOST_ROUND_TRIP_S)
             self.rtt_s = sample_s if self.rtt_s == 0 else 0.8 * self.rtt_s + 0.2 * sample_s
             self._round_trips.append(sample_s)
 

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Roles in a Hello. Observers do not know the run's settings yet, so their Hello has no run digest.
 TRAINER, OBSERVER = "trainer", "observer"
+# The reason for refusing a process whose identity another one has, for its user.
+COPIED = "another process uses this identity; remove identity.key from its --out directory"
 # A Hello holds at most 16 addresses of 512 bytes.
 MAX_HELLO_BYTES = 16 * 1024
 
@@ -62,6 +64,7 @@ class Handshake:
         self._hello = hello
         self._closed = admission.closed
         self._chosen = frozenset(admission.chosen)
+        self._told_copied = False
 
     async def dial(self, stream: Stream) -> tuple[Hello, FrameReader]:
         """Greet a peer that we have dialled. Raises WireError, PeerLostError, RunMismatchError."""
@@ -141,7 +144,9 @@ class Handshake:
     async def _next(self, stream: Stream, reader: FrameReader) -> Message:
         _, message, _ = await reader.frame()
         if isinstance(message, Leave):
-            if stream.remote in self._chosen:
+            is_copied = message.reason == COPIED and not self._told_copied
+            self._told_copied |= is_copied
+            if stream.remote in self._chosen or is_copied:
                 logger.warning("%s refused the link: %.100r; your id is %s", stream.remote, message.reason, self._me)
             if message.reason in (DENIED, NOT_ALLOWED):
                 raise NotAllowedError(

@@ -21,7 +21,7 @@ from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.bulk import BulkConnections
 from p2ptrain.protocol.links.frame_reader import ReceiveBudget
-from p2ptrain.protocol.links.handshake import ANYBODY, OBSERVER, TRAINER, Admission, Handshake
+from p2ptrain.protocol.links.handshake import ANYBODY, COPIED, OBSERVER, TRAINER, Admission, Handshake
 from p2ptrain.protocol.links.limits import (
     MAX_REASON,
     MAX_STRIKES,
@@ -273,6 +273,9 @@ class Links:
                 if self._displaced_by(stream.remote, hello.role) is None:
                     await stream.send_all(encode_frame(Leave(f"it has {len(self.live)} links, and accepts no more")))
                     raise PeerLostError("too many links")
+                if self._is_copied(stream.remote, hello):
+                    await stream.send_all(encode_frame(Leave(COPIED)))
+                    raise PeerLostError(COPIED)
                 await self._handshake.send_hello(stream)
             # Others may have taken the last places since then.
             if (displaced := self._displaced_by(stream.remote, hello.role)) is None:
@@ -309,10 +312,11 @@ class Links:
         link = self.live.get(peer_id)
         if link is not None:
             if link.hello.incarnation != hello.incarnation:
-                if self._is_replaced(peer_id, hello.incarnation):
+                if self._is_copied(peer_id, hello):
                     await stream.aclose()
-                    raise PeerLostError(f"{peer_id}: another process with its key is linked")
-                self._replaced[peer_id] = link.hello.incarnation, False
+                    raise PeerLostError(COPIED)
+                _, is_told = self._replaced.pop(peer_id, ("", False))
+                self._replaced[peer_id] = link.hello.incarnation, is_told
                 if len(self._replaced) > MAX_REPLACED:
                     del self._replaced[next(iter(self._replaced))]
                 link.close("it was restarted")
@@ -333,12 +337,12 @@ class Links:
             self._events.on_link(link)
         return link
 
-    def _is_replaced(self, peer_id: PeerId, incarnation: str) -> bool:
-        """Whether another process has replaced this one before: it was not restarted, but copied. Warns once."""
+    def _is_copied(self, peer_id: PeerId, hello: Hello) -> bool:
+        """Whether another process has replaced this one, and is linked: it was copied, not restarted. Warns once."""
         replaced, is_told = self._replaced.get(peer_id, ("", False))
-        if replaced != incarnation:
+        if replaced != hello.incarnation or peer_id not in self.live:
             return False
-        if not is_told:
+        if not is_told and hello.role == TRAINER:
             self._replaced[peer_id] = replaced, True
             logger.warning(
                 "two processes use the identity of %s, as after a machine was copied; the later one is kept. Remove "

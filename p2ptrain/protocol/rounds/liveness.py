@@ -23,9 +23,6 @@ QUORUM_LOST_S = 60.0
 TELL_AFTER_S = 5.0
 # Peers that a line of the log names.
 MOST_NAMED = 3
-# Rounds wait for twice the longest round trip and more, so that a peer with a false one would stretch each of them. A
-# satellite link with a full queue has about this (guess).
-MOST_ROUND_TRIP_S = 3.0
 
 
 class Liveness:
@@ -78,8 +75,8 @@ class Liveness:
         return peer_id == self.own[0] or self._links.get(peer_id) is not None
 
     def round_trip_s(self) -> float:
-        """The longest round trip to a linked peer of our lineage, at most MOST_ROUND_TRIP_S: peers claim theirs."""
-        return min(MOST_ROUND_TRIP_S, max((link.flow.rtt_s for link in self._lineage_links().values()), default=0.0))
+        """The longest round trip to a linked peer of our lineage."""
+        return max((link.flow.rtt_s for link in self._lineage_links().values()), default=0.0)
 
     def reach(self, head: Head) -> int:
         """Number of voters that we are linked with, including ourselves. Computed for every beat, so it is cheap."""

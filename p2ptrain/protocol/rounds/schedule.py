@@ -169,7 +169,7 @@ class Schedule:
             return False
         self._due.setdefault(due.round, set()).add(sender)
         noted_s = self._counters.get(sender, (0, -math.inf))[1]
-        # Who sends more of them than it may has no more counters.
+        # Counters of a peer that sends Dues too often are ignored.
         if due.round == head.round + 1 and now - noted_s >= DUE_AGAIN_S / 2:
             self._counters[sender] = due.counter, now
             # Two peers must report a counter, if there are two: else one that knows the order could always lead.

@@ -234,7 +234,7 @@ def _parquet_units(path: Path) -> list[Unit]:
             units.append(Unit("parquet", str(path), start, group, size))
             start, size = group, 0
         size += of_group
-    return [*units, Unit("parquet", str(path), start, meta.num_row_groups, size)]
+    return [*units, Unit("parquet", str(path), start, meta.num_row_groups, size)] if meta.num_row_groups else []
 
 
 def _parquet_documents(unit: Unit, field: str) -> Iterator[Document]:

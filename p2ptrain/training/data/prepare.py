@@ -252,7 +252,8 @@ def _run(job: Job, out: Path, numbers: list[int], jobs: int) -> Iterator[tuple[i
                 yield number_of[future], future.result()
         except BrokenProcessPool as error:
             raise ConfigError(
-                "a process of it was killed, probably for lack of memory; give fewer --jobs: the same command goes on"
+                "a process that prepares the data was killed, probably because memory ran out; give fewer --jobs; the "
+                "same command continues"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -155,15 +155,33 @@ def test_of_two_processes_with_one_key_the_later_one_is_kept(caplog: pytest.LogC
             await second.links.connect("a", [])
             await until(lambda: a.linked == ["b", "b"])
             for _ in range(5):
-                with contextlib.suppress(PeerLostError):
+                with pytest.raises(PeerLostError, match="another process uses this identity"):
                     await first.links.connect("a", [])
                 await trio.sleep(1)
             assert a.linked == ["b", "b"]
             await check_works(a, second)
+            assert first.linked == ["a"]
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
     assert caplog.text.count("two processes use the identity of b") == 1
+    assert caplog.text.count("a refused the link: 'another process uses this identity") == 1
+
+
+def test_who_changes_its_incarnation_again_and_again_makes_no_more_lines(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with linked_pair(network) as (a, _, _, _), trio.open_nursery() as nursery:
+            for number in range(12):
+                other = await start_endpoint(network, nursery, hello_of("b", incarnation=str(number % 3)))
+                with contextlib.suppress(PeerLostError):
+                    await other.links.connect("a", [])
+                await trio.sleep(HELLO_TIMEOUT_S)
+            assert a.links.get("b")
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+    assert caplog.text.count("two processes use the identity of b") <= 1
 
 
 def test_a_peer_that_lost_its_end_of_a_link_gets_a_new_one_at_once() -> None:

@@ -109,6 +109,9 @@ def test_parquet_is_read_by_its_row_groups(
     assert _texts(_corpus(tmp_path / "out").training) == _texts(_corpus(tmp_path / "plain").training)
     with pytest.raises(ConfigError, match=r"a.parquet: has no field 'text'; give --field with one of: content"):
         _prepare([tmp_path / "a.parquet"], tmp_path / "other")
+    parquet.ParquetWriter(tmp_path / "empty.parquet", pa.schema({"other": pa.string()})).close()
+    with pytest.raises(ConfigError, match="holds no text"):
+        find_units((str(tmp_path / "empty.parquet"),), "train")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"bad.parquet: is not a .parquet file, or cut off"):
         _prepare([tmp_path / "bad.parquet"], tmp_path / "other")

@@ -22,6 +22,13 @@ from p2ptrain.signals import (
 )
 
 
+@pytest.fixture(autouse=True)
+def not_started_by_nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_asks(number: signal.Signals) -> None:
     before = {number: signal.getsignal(number) for number in SIGNALS}

@@ -155,7 +155,7 @@ def _late_tables(results: dict[Cell, Result]) -> str:
             for delay in sorted({row["delay"] for row in of}):
                 chosen = [row for row in of if (row["rule"], row["delay"]) == (rule, delay)]
                 extra = [row["loss"] - base[row["seed"]] for row in chosen if row["loss"] and base.get(row["seed"])]
-                order = statistics.fmean(extra) if extra else order
+                order = statistics.fmean(extra) if extra else math.inf
                 costs[delay] = _shown([row["loss"] for row in chosen]) + (f" ({order:+.3f})" if extra else "")
             if set(costs.values()) != {"–"}:
                 if 0 in costs and rule != "add" and rule not in ON_TIME:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from p2ptrain.peer import network_side
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.peer_state import from_dict
-from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.exchange import exchange
+from p2ptrain.protocol.rounds.landing import commit
 from p2ptrain.settings.config import RunConfig
 from tests.peer.pair import memory_peer
 
@@ -100,19 +103,22 @@ def test_a_round_that_cannot_be_landed_keeps_nobody_waiting(alone: Alone, monkey
     assert alone.round_of_state() == 0
 
 
+@pytest.mark.parametrize("uploads_end_after", [0, 5])
 def test_a_peer_that_left_in_the_middle_of_an_outer_step_saves_a_whole_state(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
+    uploads_end_after: int, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hashes of a large model take longer than a leaving peer waits."""
-    chunk_hash, go_on = AnchorState.chunk_hash, threading.Event()
+    """The step of a large model takes longer than a leaving peer waits, and a GPU takes a while to get the round."""
+    step_chunk, go_on, asked = commit.step_chunk, threading.Event(), itertools.count()
     monkeypatch.setattr(network_side, "LANDING_S", 0.1)
     monkeypatch.setattr(network_side, "ENDED_S", 0.1)
+    monkeypatch.setattr(network_side, "TRANSFERS_S", 0.1)
+    monkeypatch.setattr(exchange, "has_ended", lambda upload: next(asked) >= uploads_end_after)
 
-    def late(state: AnchorState, index: int) -> str:
+    def late(*arguments: Any) -> None:
         assert go_on.wait(DEADLINE_S)
-        return chunk_hash(state, index)
+        step_chunk(*arguments)
 
-    monkeypatch.setattr(AnchorState, "chunk_hash", late)
+    monkeypatch.setattr(commit, "step_chunk", late)
     alone.train_until(lambda: alone.driver.committer.stepping)
     alone.peer.leave("interrupted")
     ended = alone.peer._network_side.ended
@@ -124,5 +130,6 @@ def test_a_peer_that_left_in_the_middle_of_an_outer_step_saves_a_whole_state(
         return wait(timeout_s)
 
     monkeypatch.setattr(ended, "wait", then_go_on)
+    monkeypatch.setattr(network_side, "TRANSFERS_S", DEADLINE_S)
     assert alone.round_of_state() == 0
     assert alone.exchange.epoch.round == 0

@@ -59,10 +59,12 @@ def bootstrap(settings: Settings) -> None:
         if (line := ticket_line(best_first(session.network.maddrs), run_id)) is not None:
             click.echo("or with this ticket:")
             click.echo(line)
-        peer_id, maddrs = session.network.peer_id, session.network.maddrs
+        node = session.network
         # The node serves any run, and does not know whether this one is closed: announced only if the user says so.
         if network.lan == "on":
-            session.announce(lambda: Announcement(run_id=run_id, peer_id=peer_id, addresses=local_maddrs(maddrs)))
+            session.announce(
+                lambda: Announcement(run_id=run_id, peer_id=node.peer_id, addresses=local_maddrs(node.maddrs))
+            )
         while not stop():
             if session.network.failure is not None:
                 raise session.network.failure

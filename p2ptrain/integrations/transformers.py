@@ -162,7 +162,8 @@ class P2PCallback(TrainerCallback):
                 f"{file.parent} has no {file.name}, and this peer has founded run {self._peer.run.run_id!r} with other "
                 f"weights: join with the model of that checkpoint, or join other peers of the run"
             )
-        logger.info("the run is further than the checkpoint; using the run's weights")
+        why = "the run begins with the checkpoint's weights" if is_same else "the run is further than the checkpoint"
+        logger.info("%s; using the run's weights, at step %d of the run", why, self._peer.run_step)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(anchor[name])

@@ -7,6 +7,7 @@ events of a step takes 2.5 µs there (measured).
 from __future__ import annotations
 
 import errno
+import threading
 from typing import Any
 
 from p2ptrain import __version__
@@ -15,6 +16,8 @@ from p2ptrain.network.process_lifetime import close_everywhere
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.peer_config import ENDPOINT, LOOPBACK, parse_endpoint
 
+# A server of Prometheus asks every few seconds, and gets its answer in one packet (guesses).
+MOST_REQUESTS, REQUEST_TIMEOUT_S = 32, 10.0
 # By name, without the prefix p2ptrain_: kind, help, and more arguments of that kind.
 METRICS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "steps": ("Counter", "Inner steps that this peer has made.", {}),
@@ -107,6 +110,7 @@ class PrometheusSink:
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--prometheus {endpoint}: {_explain(error)}") from None
         self._thread.name = "p2ptrain-prometheus"
+        _bound(self._server)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
 
@@ -183,3 +187,17 @@ def _explain(error: Exception) -> str:
     if reason == errno.EADDRNOTAVAIL:
         return f"this machine does not have that address; give the port alone ({LOOPBACK}), or 0.0.0.0:PORT for all"
     return f"cannot listen ({getattr(error, 'strerror', None) or error}); give a port, such as 9100"
+
+
+def _bound(server: Any) -> None:
+    """Limit what its clients can take: each connection is a thread and an open file, and may say nothing for ever."""
+
+    class Handler(server.RequestHandlerClass):  # type: ignore[misc]
+        timeout = REQUEST_TIMEOUT_S
+
+    def has_place(request: object, address: object) -> bool:
+        return sum(thread.name.endswith("(process_request_thread)") for thread in threading.enumerate()) < MOST_REQUESTS
+
+    server.RequestHandlerClass = Handler
+    server.verify_request = has_place
+    server.handle_error = lambda request, address: None  # it would print the traceback of a client that hung

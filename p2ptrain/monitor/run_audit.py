@@ -67,6 +67,14 @@ class RoundTable:
             del self.by_key[min(self.by_key, key=lambda key: key[1])]
         return round_
 
+    def forget(self, peer: Hashable) -> None:
+        """Leave out what a peer said of any round: strangers may come without end, and each says something."""
+        for round_ in self.by_key.values():
+            round_.states.pop(peer, None)
+            round_.reasons.pop(peer, None)
+            round_.applied.discard(peer)
+            round_.late.discard(peer)
+
     @staticmethod
     def _apply(round_: RoundView, peer: Hashable, event: Event) -> None:
         if not round_.applied:

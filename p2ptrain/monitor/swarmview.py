@@ -152,6 +152,9 @@ class SwarmView:
                 oldest = min(absent, key=lambda peer: (peer.number in self.linked, peer.heard_t, peer.number))
                 del self.peers[oldest.number], self.numbers[oldest.peer_id]
                 self.sightings.pop(oldest.number, None)
+                for samples in self._samples.values():
+                    samples.pop(oldest.number, None)
+                self.rounds.forget(oldest.number)
             self.numbers[peer_id] = self._next_number
             self.peers[self._next_number] = PeerView(self._next_number, peer_id)
             self._next_number += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import ipaddress
 import itertools
 import logging
 import socket
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
-from p2ptrain.protocol.membership.reachability import is_public
+from p2ptrain.protocol.membership.reachability import is_public, rank_for_anyone
 from p2ptrain.settings.files import read_text, write_whole
 from p2ptrain.settings.machine import address_towards
 from p2ptrain.settings.peer_config import NetworkConfig
@@ -111,9 +110,11 @@ def port_of(maddr: Multiaddr) -> int | None:
 
 
 def dialable(maddrs: Iterable[Multiaddr], peer_id: str) -> list[str]:
-    """The addresses with our peer id appended, without duplicates, loopback last."""
-    texts = dict.fromkeys(f"{maddr}/p2p/{peer_id}" for maddr in maddrs)
-    return sorted(texts, key=_is_loopback)
+    """The addresses with our peer id appended, without duplicates: public, relayed, local, and loopback last.
+
+    Other peers get only the first of them.
+    """
+    return sorted(dict.fromkeys(f"{maddr}/p2p/{peer_id}" for maddr in maddrs), key=rank_for_anyone)
 
 
 def with_ports_of(host_maddrs: Iterable[str], found: Iterable[str]) -> tuple[str, ...]:
@@ -226,11 +227,6 @@ def _as_seen_outside(host_maddr: str) -> str:
         return host_maddr
     host = address_towards(_PUBLIC_HOSTS[host]) or _LOOPBACK_OF[host]
     return "/".join(["", family, host, *rest])
-
-
-def _is_loopback(maddr: str) -> bool:
-    _, family, host, *_ = maddr.split("/")
-    return family in ("ip4", "ip6") and ipaddress.ip_address(host).is_loopback
 
 
 def _try_to_listen(maddr: Multiaddr) -> None:

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # p2pd normally ends within milliseconds, and later if a UPnP router is slow to drop its port mapping.
 TERMINATE_TIMEOUT_S = 2.0
+# It takes 30 to 170 MiB (measured).
+MOST_BYTES = 2**30
 # p2pd answers control requests within a millisecond, except on a machine under heavy load.
 CONTROL_TIMEOUT_S = 10.0
 # libp2p gives each address 5 s; through a relay it takes longer.
@@ -65,13 +67,28 @@ COMMON_FLAGS = {
 
 @dataclass
 class Daemon:
-    """A running p2pd: its process, its socket for requests, whether it has ended, and its last lines of output."""
+    """A running p2pd: its process, its socket for requests, whether it has ended, and its last lines of output.
+
+    `has_outgrown`: whether `end_if_outgrown` has killed it.
+    """
 
     process: subprocess.Popen[bytes]
     control_path: str
     exited: trio.Event = field(default_factory=trio.Event)
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+    has_outgrown: bool = False
     _ready: trio.Event = field(default_factory=trio.Event)
+
+    def end_if_outgrown(self) -> None:
+        """Kill it above MOST_BYTES, on Linux: any stranger may store records in libp2p's DHT, which bounds none."""
+        try:
+            pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
+        except OSError:
+            return
+        if int(pages) * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES:
+            logger.warning("the libp2p daemon (p2pd) has more than %d MiB; replacing it", MOST_BYTES >> 20)
+            self.has_outgrown = True
+            self.process.kill()
 
     async def _watch(self) -> None:
         """Log the output and wait for the end of the process."""

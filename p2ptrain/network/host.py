@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -116,7 +117,8 @@ class Network:
                         has_started = True
                         task_status.started()
                     await daemon.exited.wait()
-                    lived_s = trio.current_time() - began_s
+                    # What strangers fill is no lasting cause.
+                    lived_s = math.inf if daemon.has_outgrown else trio.current_time() - began_s
                     reason = f"exit status {daemon.process.returncode}"
             except Exception as error:
                 if not has_started:

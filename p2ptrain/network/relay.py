@@ -78,7 +78,7 @@ class Relay:
     """
 
     def __init__(self, control_path: str, max_reservations: int, rate_mbit: float, refusal: Refusal) -> None:
-        self.service = Service("relaying", MAX_STREAMS)
+        self.service = Service("relaying", MAX_STREAMS, MAX_STREAMS // 8)
         self._control_path = control_path
         self._max_reservations = max_reservations
         self._refusal = refusal

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -281,20 +282,25 @@ Handle = Callable[[SocketStream], Awaitable[None]]
 class Service:
     """Handles the streams that other peers open for a protocol, at most `limit` at once. More are refused."""
 
-    def __init__(self, doing: str, limit: int) -> None:
-        """`doing`: what it does, for the log."""
+    def __init__(self, doing: str, limit: int, limit_of_peer: int | None = None) -> None:
+        """
+        Args:
+            doing: what it does, for the log.
+            limit_of_peer: how many streams one peer may have; None: all.
+        """
         self._doing = doing
         self._limit = limit
-        self._taken = 0
+        self._limit_of_peer = limit_of_peer or limit
+        self._taken = Counter[str]()
         self._errors = ErrorLog(logger)
         self._waiting, self._incoming = trio.open_memory_channel[tuple[SocketStream, Handle]](limit)
 
     def take(self, stream: SocketStream, handle: Handle) -> None:
         """Have `serve` handle a stream, and close it then. Called in the event loop."""
-        if self._taken == self._limit:
+        if self._taken.total() == self._limit or self._taken[stream.remote] == self._limit_of_peer:
             stream.fail("too many requests at once")
         else:
-            self._taken += 1
+            self._taken[stream.remote] += 1
             self._waiting.send_nowait((stream, handle))
 
     async def serve(self) -> None:
@@ -311,5 +317,5 @@ class Service:
                 reason = str(error) or "no answer in time"
                 logger.debug("%s for %s failed: %s", self._doing, stream.remote, reason)
             finally:
-                self._taken -= 1
+                self._taken -= Counter([stream.remote])
                 await stream.aclose()

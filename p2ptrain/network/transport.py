@@ -198,6 +198,7 @@ class LibP2P:
         unanswered = 0
         while unanswered < MAX_UNANSWERED:
             await trio.sleep(REFRESH_MADDRS_S)
+            daemon.end_if_outgrown()
             with self._errors.containing("reading our addresses"):
                 try:
                     await self._refresh_maddrs()

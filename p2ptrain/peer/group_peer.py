@@ -110,7 +110,7 @@ class GroupPeer:
             self._parts = ModelParts(model, self._ranks)
             view = self._parts.view
             self._sharded = view if isinstance(view, ShardedView) else None
-            settled = self._told("join", self._on_rank_0(lambda: self._enter(enter), {}))
+            settled = self._told("join", self._on_rank_0("join", lambda: self._enter(enter), {}))
             self.run = RunConfig.from_dict(settled["run"])
             self.peer_id: str = settled["peer_id"]
             self.maddrs: list[str] = settled["maddrs"]
@@ -172,7 +172,7 @@ class GroupPeer:
             return self._peer.step_checked(mean_loss, plain_samples(int(total)), start)
 
         try:
-            report = self._follow("step", self._on_rank_0(exchange, StepReport()))
+            report = self._follow("step", self._on_rank_0("step", exchange, StepReport()))
         except ConfigError:
             if not refused:
                 raise
@@ -190,7 +190,7 @@ class GroupPeer:
 
         waiting = True
         while waiting:
-            waits = self._on_rank_0(wait, True)
+            waits = self._on_rank_0("wait_finished", wait, True)
             self._follow("wait_finished")
             waiting = bool(self._ranks.tell({"waiting": waits})["waiting"])
         return self.finished
@@ -211,7 +211,7 @@ class GroupPeer:
         """
         if self._ranks.closed:
             return {} if self.peer is None else self.peer.state_dict()
-        state: dict[str, Any] = self._on_rank_0(lambda: self._peer.state_dict(), {})
+        state: dict[str, Any] = self._on_rank_0("state_dict", lambda: self._peer.state_dict(), {})
         self._follow("state_dict")
         return state
 
@@ -221,7 +221,7 @@ class GroupPeer:
         Raises its error on all ranks: on the others with the same class and text if it is a ConfigError or
         TimeoutError, and as a PeerLostError otherwise.
         """
-        taken = self._on_rank_0(lambda: self._peer.load_state_dict(state), False)
+        taken = self._on_rank_0("load_state_dict", lambda: self._peer.load_state_dict(state), False)
         taken = bool(self._told("load_state_dict", {"taken": taken})["taken"])
         self._follow("load_state_dict")
         return taken
@@ -231,7 +231,8 @@ class GroupPeer:
 
         Of a sharded model, rank 0 returns the whole parameters, and the other ranks an empty dictionary.
         """
-        anchor: dict[str, torch.Tensor] = self._on_rank_0(lambda: self._peer.anchor_state_dict(), {})
+        none: dict[str, torch.Tensor] = {}
+        anchor = self._on_rank_0("anchor_state_dict", lambda: self._peer.anchor_state_dict(), none)
         self._follow("anchor_state_dict")  # `anchor_hash` is of this anchor now
         if self._sharded is not None:
             return anchor
@@ -251,7 +252,7 @@ class GroupPeer:
                 does. Then all ranks must call this. Without it, such a round does not change a sharded model.
         """
         if landing:
-            self._on_rank_0(lambda: self._peer.leave(reason), None)
+            self._on_rank_0("leave", lambda: self._peer.leave(reason), None)
             self._follow("leave")
         elif self.peer is not None:
             self.peer.leave(reason, landing=self._sharded is None)
@@ -261,8 +262,8 @@ class GroupPeer:
         assert self.peer is not None, "on rank 0 only"
         return self.peer
 
-    def _on_rank_0(self, call: Callable[[], T], otherwise: T) -> T:
-        """All ranks: make a call on rank 0 that may change the weights. The others return `otherwise`.
+    def _on_rank_0(self, name: str, call: Callable[[], T], otherwise: T) -> T:
+        """All ranks: make the user's call on rank 0, which may change the weights. The others return `otherwise`.
 
         The other ranks of a sharded model do their share meanwhile. All ranks must call `_told` next, in which the
         other ranks raise the error that the call has raised on rank 0.
@@ -277,7 +278,7 @@ class GroupPeer:
         except Exception as error:
             with suppress(PeerLostError):  # then the others notice by themselves
                 self._end_share()
-                self._ranks.tell(_message_of(error))
+                self._ranks.tell({"call": name, **_message_of(error)})
             raise
         self._end_share()
         return result
@@ -289,13 +290,16 @@ class GroupPeer:
     def _told(self, call: str, message: dict[str, Any]) -> dict[str, Any]:
         """All ranks, after `_on_rank_0`: return the message of rank 0, or raise the error of that call.
 
-        Raises ConfigError if the user has made another call on rank 0.
+        Raises ConfigError if rank 0 has made another call before; where ranks wait for each other first, they notice
+        nothing until the group's timeout.
         """
         told = self._ranks.tell({"call": call, **message})
+        if told["call"] != call:
+            raise ConfigError(
+                f"rank 0 has called {told['call']}(), and this rank {call}(): all ranks must make the same calls"
+            )
         if "raised" in told:
             raise _SHARED_ERRORS.get(told["raised"], PeerLostError)(told["text"])
-        if told["call"] != call:
-            raise ConfigError(f"rank 0 has called {told['call']}(), and this rank {call}(): all ranks must call both")
         return told
 
     def _enter(self, enter: Callable[[ModelParts], Peer] | None) -> dict[str, Any]:

@@ -137,9 +137,13 @@ class NetworkSide:
                 return state
         if not self.ended.wait(STATE_TIMEOUT_S):
             raise TimeoutError(f"a round took more than {STATE_TIMEOUT_S:.0f} s to change the state")
-        self._await_transfers(lambda: self._lands and self._exchange.landing_pending and self._idle())
-        if self._lands and self._exchange.landing_pending:
-            raise TimeoutError("the last round could not be landed in the weights")
+        exchange = self._exchange
+        self._await_transfers(
+            lambda: self._lands and exchange.landing_pending and self._idle() and exchange.landing_error is None
+        )
+        if self._lands and exchange.landing_pending:
+            why = exchange.landing_error or "it took too long"
+            raise TimeoutError(f"the last round could not be landed in the weights: {why}")
         return state_of([vector.copy() for vector in node.state.vectors])
 
     def restore(self, restored: Restored) -> bool:

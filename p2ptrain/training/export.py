@@ -66,15 +66,15 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def _end_as(tokenizer: Tokenizer, model: CausalLM) -> None:
-    """Take the tokenizer's end of text for a model's, which may be another's: its texts would end anywhere, or never.
+    """Set the model's end of text to the tokenizer's. Its own may be another tokenizer's: texts would never end.
 
-    The model's own stays where the tokenizer's is among them, and where it is not known.
+    It stays if the tokenizer's is one of several, or is not known.
     """
     end = tokenizer.separator
     if tokenizer.identity == IDS or (end is None and isinstance(tokenizer, TokenizerFile)):
         return
     for ids in (model.lm.config, model.lm.generation_config):
-        own = ids.eos_token_id  # type: ignore[union-attr]
+        own = getattr(ids, "eos_token_id", None)
         if end is None or end not in (own if isinstance(own, list) else [own]):
             ids.bos_token_id = ids.eos_token_id = end  # type: ignore[union-attr]
 

@@ -231,8 +231,8 @@ def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, inter
     peer.leave(why, landing=True)
     if not save():  # the last round may have landed meanwhile
         return (
-            f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}; free space there, and "
-            "run the same command again: it continues from the checkpoint before, or gets the swarm's state"
+            f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}: see the line above. Run the "
+            "same command again: it continues from the checkpoint before, or gets the swarm's state"
         )
     return f"cut off from the run: {failure}; run the same command again to continue from {out}" if failure else None
 
@@ -264,7 +264,7 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
     try:
         own = peer.state_dict()  # first, as it may land a round: the weights, the round and the anchor belong together
     except TimeoutError as error:
-        logger.warning("no checkpoint was written: %s; it is tried again", error)
+        logger.warning("no checkpoint was written now: %s", error)
         return False
     info = {
         "run": peer.run.to_dict(),

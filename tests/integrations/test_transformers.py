@@ -168,6 +168,7 @@ def test_weights_of_a_checkpoint_are_not_overwritten_by_those_that_a_founder_beg
         saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
         monkeypatch.setattr(peer, "anchor_state_dict", lambda: saved)
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        assert peer.losses
     elif founded:
         with pytest.raises(ConfigError, match=r"has no p2ptrain\.safetensors, and this peer has founded run"):
             again.train(resume_from_checkpoint=True)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import socket
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor import prometheus
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.settings.peer_config import parse_endpoint
 
@@ -142,6 +147,25 @@ def test_it_listens_on_loopback_and_frees_the_port_when_it_closes() -> None:
     sink.close()
     sink.close()
     PrometheusSink(endpoint).close()
+
+
+def test_silent_clients_take_few_threads_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "REQUEST_TIMEOUT_S", 0.5)
+    before = threading.active_count()
+    sink = PrometheusSink("0")
+    try:
+        port = int(sink.url.rpartition(":")[2].partition("/")[0])
+        with ExitStack() as stack:
+            for _ in range(3 * prometheus.MOST_REQUESTS):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(b"GET /")
+                assert threading.active_count() <= before + 1 + prometheus.MOST_REQUESTS
+            deadline = time.monotonic() + 30.0
+            while threading.active_count() > before + 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert _value(sink, "peers") == 1
+    finally:
+        sink.close()
 
 
 def test_an_address_that_is_not_ours_is_refused() -> None:

@@ -12,7 +12,7 @@ TICKET = "p2pt1" + "ab" * 40
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
-def test_loopback_comes_last_and_nothing_twice() -> None:
+def test_public_addresses_come_first_loopback_last_and_nothing_twice() -> None:
     found = [
         "/ip4/127.0.0.1/tcp/1",
         "/ip4/10.0.0.2/tcp/1",
@@ -21,8 +21,8 @@ def test_loopback_comes_last_and_nothing_twice() -> None:
         "/ip6/fd00::2/tcp/1",
     ]
     assert dialable([Multiaddr(text) for text in [*found, *found]], PEER) == [
-        f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}",
         f"/dns4/example.org/tcp/1/p2p/{PEER}",
+        f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}",
         f"/ip6/fd00::2/tcp/1/p2p/{PEER}",
         f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}",
         f"/ip6/::1/tcp/1/p2p/{PEER}",

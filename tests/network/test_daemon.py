@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,3 +251,19 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
 )
 def test_an_open_port_is_the_one_that_was_chosen(host: str, found: list[str], fixed: str) -> None:
     assert with_ports_of([host], found) == (fixed,)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_daemon_that_strangers_have_filled_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE)
+    try:
+        one = daemon.Daemon(process, "")
+        one.end_if_outgrown()
+        assert not one.has_outgrown
+        monkeypatch.setattr(daemon, "MOST_BYTES", 1)
+        one.end_if_outgrown()
+        assert one.has_outgrown
+        assert process.wait(30) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.communicate()

@@ -73,7 +73,7 @@ def test_streams_that_wait_or_are_handled_when_it_stops_give_their_places_back()
         service.take(streams[0], wait)  # type: ignore[arg-type]
         with trio.move_on_after(2):
             await service.serve()
-        assert service._taken == 0
+        assert service._taken.total() == 0
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -90,3 +90,21 @@ def test_a_lost_peer_is_normal_and_a_bug_is_logged(caplog: pytest.LogCaptureFixt
         trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     (record,) = caplog.records
     assert "testing" in record.message
+
+
+def test_one_peer_has_few_of_the_places() -> None:
+    async def main() -> None:
+        service = Service("waiting", 4, limit_of_peer=2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(service.serve)
+            greedy, other = [Opened() for _ in range(4)], Opened()
+            other.remote = "QmB"
+            for stream in (*greedy, other):
+                service.take(stream, wait)  # type: ignore[arg-type]
+            assert [bool(stream.failed) for stream in (*greedy, other)] == [False, False, True, True, False]
+            await trio.sleep(2)
+            service.take(last := Opened(), wait)  # type: ignore[arg-type]
+            assert not last.failed
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

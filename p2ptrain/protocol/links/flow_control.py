@@ -58,7 +58,7 @@ class FlowControl:
     """The bulk bytes of one link, in both directions.
 
     Attributes:
-        rtt_s: smoothed round trip; 0 if unknown.
+        rtt_s: smoothed round trip, of which each counts as MOST_ROUND_TRIP_S at most; 0 if unknown.
         in_flight: bulk bytes sent and not acknowledged.
         acked: bulk bytes acknowledged by the receiver.
     """
@@ -126,8 +126,8 @@ class FlowControl:
     def note_round_trip(self, sample_s: float) -> None:
         """Take the round trip of a heartbeat."""
         if 0 <= sample_s < MAX_ROUND_TRIP_S:
-            sample_s = min(sample_s, MOST_ROUND_TRIP_S)
-            self.rtt_s = sample_s if self.rtt_s == 0 else 0.8 * self.rtt_s + 0.2 * sample_s
+            counted_s = min(sample_s, MOST_ROUND_TRIP_S)
+            self.rtt_s = counted_s if self.rtt_s == 0 else 0.8 * self.rtt_s + 0.2 * counted_s
             self._round_trips.append(sample_s)
 
     def stalled_s(self, now: float) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from p2ptrain.errors import NotAllowedError, PeerLostError, RunKeyError, RunMismatchError, WireError
+from p2ptrain.protocol.links.copies import Copies
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.wire.closed_run import ACCEPTOR, DIALLER, NONCE_BYTES, ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Roles in a Hello. Observers do not know the run's settings yet, so their Hello has no run digest.
 TRAINER, OBSERVER = "trainer", "observer"
 # The reason for refusing a process whose identity another one has, for its user.
-COPIED = "another process uses this identity; remove identity.key from its --out directory"
+COPIED = "another process uses this identity; remove identity.key from --out, and start again"
 # A Hello holds at most 16 addresses of 512 bytes.
 MAX_HELLO_BYTES = 16 * 1024
 
@@ -64,7 +65,7 @@ class Handshake:
         self._hello = hello
         self._closed = admission.closed
         self._chosen = frozenset(admission.chosen)
-        self._told_copied = False
+        self._copies = Copies()
 
     async def dial(self, stream: Stream) -> tuple[Hello, FrameReader]:
         """Greet a peer that we have dialled. Raises WireError, PeerLostError, RunMismatchError."""
@@ -144,9 +145,7 @@ class Handshake:
     async def _next(self, stream: Stream, reader: FrameReader) -> Message:
         _, message, _ = await reader.frame()
         if isinstance(message, Leave):
-            is_copied = message.reason == COPIED and not self._told_copied
-            self._told_copied |= is_copied
-            if stream.remote in self._chosen or is_copied:
+            if stream.remote in self._chosen or (message.reason == COPIED and self._copies.is_news(stream.remote)):
                 logger.warning("%s refused the link: %.100r; your id is %s", stream.remote, message.reason, self._me)
             if message.reason in (DENIED, NOT_ALLOWED):
                 raise NotAllowedError(

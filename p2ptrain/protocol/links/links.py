@@ -20,6 +20,7 @@ import trio
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.bulk import BulkConnections
+from p2ptrain.protocol.links.copies import Copies
 from p2ptrain.protocol.links.frame_reader import ReceiveBudget
 from p2ptrain.protocol.links.handshake import ANYBODY, COPIED, OBSERVER, TRAINER, Admission, Handshake
 from p2ptrain.protocol.links.limits import (
@@ -43,8 +44,6 @@ from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Stream, Tran
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 8.0
-# Restarted peers that are remembered; bounded, as identities are free.
-MAX_REPLACED = 1024
 # A link has two streams if both sides dialled at the same instant.
 MAX_STREAMS = 2
 BEAT_EVERY_S = 1.0
@@ -102,8 +101,7 @@ class Links:
         self.budget = ReceiveBudget()
         self._strikes = Strikes()
         self._rates = PeerRates(peer_timeout_s)
-        # The incarnation of each peer that another one has replaced, and whether the user was told that it came back.
-        self._replaced: dict[PeerId, tuple[str, bool]] = {}
+        self._copies = Copies()
         self.chosen = frozenset(admission.chosen)
         self._refusal = admission.refusal
         self._transport = transport
@@ -273,9 +271,9 @@ class Links:
                 if self._displaced_by(stream.remote, hello.role) is None:
                     await stream.send_all(encode_frame(Leave(f"it has {len(self.live)} links, and accepts no more")))
                     raise PeerLostError("too many links")
-                if self._is_copied(stream.remote, hello):
-                    await stream.send_all(encode_frame(Leave(COPIED)))
-                    raise PeerLostError(COPIED)
+                if (refusal := self._identity_refusal(stream.remote, hello)) is not None:
+                    await stream.send_all(encode_frame(Leave(refusal)))
+                    raise PeerLostError(refusal)
                 await self._handshake.send_hello(stream)
             # Others may have taken the last places since then.
             if (displaced := self._displaced_by(stream.remote, hello.role)) is None:
@@ -312,13 +310,10 @@ class Links:
         link = self.live.get(peer_id)
         if link is not None:
             if link.hello.incarnation != hello.incarnation:
-                if self._is_copied(peer_id, hello):
+                if (refusal := self._identity_refusal(peer_id, hello)) is not None:
                     await stream.aclose()
-                    raise PeerLostError(COPIED)
-                _, is_told = self._replaced.pop(peer_id, ("", False))
-                self._replaced[peer_id] = link.hello.incarnation, is_told
-                if len(self._replaced) > MAX_REPLACED:
-                    del self._replaced[next(iter(self._replaced))]
+                    raise PeerLostError(refusal)
+                self._copies.note_replaced(peer_id, link.hello.incarnation)
                 link.close("it was restarted")
             elif trio.current_time() - link.opened_s > HELLO_TIMEOUT_S:
                 link.close("it dialled again")
@@ -331,25 +326,30 @@ class Links:
             self._remove(link)
         rates = self._rates.of(peer_id, trio.current_time())
         link = self.live[peer_id] = Link(peer_id, hello, self._setup, rates)
+        self._copies.note_linked(peer_id, hello.incarnation)
         self._start(link, stream, read_ahead)
         with self.containing(link, "beginning the link"):
             self.bulk.begin(link)
             self._events.on_link(link)
         return link
 
-    def _is_copied(self, peer_id: PeerId, hello: Hello) -> bool:
-        """Whether another process has replaced this one, and is linked: it was copied, not restarted. Warns once."""
-        replaced, is_told = self._replaced.get(peer_id, ("", False))
-        if replaced != hello.incarnation or peer_id not in self.live:
-            return False
-        if not is_told and hello.role == TRAINER:
-            self._replaced[peer_id] = replaced, True
+    def _identity_refusal(self, peer_id: PeerId, hello: Hello) -> str | None:
+        """Why this process of a peer is refused beside the one that is linked; None if it is not. Warns once."""
+        link = self.live.get(peer_id)
+        linked = None if link is None else link.hello
+        if linked is None or linked.incarnation == hello.incarnation:
+            return None
+        if linked.role == TRAINER and hello.role == OBSERVER:
+            return COPIED
+        if not self._copies.is_copy(peer_id, hello.incarnation, linked.incarnation):
+            return None
+        if self._copies.is_news(peer_id):
             logger.warning(
-                "two processes use the identity of %s, as after a machine was copied; the later one is kept. Remove "
-                "identity.key from the --out directory of one of them, and start it again",
+                "several processes use the identity of %s, as after a machine was copied; the last one is kept. Remove "
+                "identity.key from the --out directories of the others, and start them again",
                 peer_id,
             )
-        return True
+        return COPIED
 
     def _start(self, link: Link, stream: Stream, read_ahead: bytes) -> None:
         assert self._nursery is not None

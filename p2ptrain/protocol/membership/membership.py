@@ -406,7 +406,9 @@ class Membership:
             except PeerLostError as error:
                 logger.debug("cannot reach %s: %s", peer_id, error)
             except P2PTrainError as error:
-                logger.warning("%s", error)
+                # Once a peer: those with other settings are dialled for as long as they are announced.
+                logger.log(logging.DEBUG if member.refused else logging.WARNING, "%s", error)
+                member.refused = True
             finally:
                 if is_counted:
                     self.size.note_dial(reached=reached)

@@ -55,6 +55,7 @@ class KnownPeer:
         cut_short: whether its only dial so far ended early, because too many other peers waited to be dialled.
         reached: whether it was ever linked.
         is_ours: whether we opened the last link to it.
+        refused: whether it was reached and has other settings or another key.
     """
 
     maddrs: tuple[str, ...]
@@ -68,6 +69,7 @@ class KnownPeer:
     cut_short: bool = False
     reached: bool = False
     is_ours: bool = False
+    refused: bool = False
 
     @property
     def extra_delay_s(self) -> float:

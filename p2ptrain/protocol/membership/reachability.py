@@ -47,18 +47,20 @@ def is_public(maddrs: Iterable[str]) -> bool:
     return any(scope_of(maddr) is Scope.PUBLIC for maddr in maddrs)
 
 
+def rank_for_anyone(maddr: str) -> int:
+    """The place of an address for peers that may be anywhere: public, relayed, local, loopback."""
+    if is_relayed(maddr):
+        return 1
+    return {Scope.PUBLIC: 0, Scope.NETWORK: 2, Scope.MACHINE: 3}[scope_of(maddr)]
+
+
 def best_first(maddrs: Iterable[str]) -> list[str]:
     """Sort addresses for peers that may be anywhere: public, then relayed, then local ones.
 
     Loopback addresses are included only if there are no others.
     """
 
-    def rank(maddr: str) -> int:
-        if is_relayed(maddr):
-            return 1
-        return {Scope.PUBLIC: 0, Scope.NETWORK: 2, Scope.MACHINE: 3}[scope_of(maddr)]
-
-    found = sorted(maddrs, key=rank)
+    found = sorted(maddrs, key=rank_for_anyone)
     return [maddr for maddr in found if scope_of(maddr) is not Scope.MACHINE] or found
 
 

@@ -145,10 +145,19 @@ def test_a_curve_of_a_day_keeps_its_beginning_its_end_and_its_mean() -> None:
 
 def test_a_crowd_that_comes_and_goes_is_forgotten() -> None:
     live = SwarmView()
+    sample = {"event": "sample", "t": START_S, "step": 10**15, "every": 1, "values": [1.0]}
+    skipped = {
+        "event": "round", "t": START_S, "round": 10**15, "lineage": "0-l", "status": "skipped", "reason": "x",
+        "bytes_sent": 0, "bytes_received": 0, "late": False, "contributors": [], "group_size": 0, "wall_s": 0.0,
+        "tokens_discarded": 0, "stall_s": 0.0,
+    }  # fmt: skip
     for n in range(3 * MOST_PEERS):
-        live.observe(View((Sighting(f"p{n}", True, "training"),), ()), time.time())
+        batch = Batch(f"p{n}", f"p{n}.1", (sample, skipped))
+        live.observe(View((Sighting(f"p{n}", True, "training"),), (batch,)), time.time())
     assert len(live.peers) == MOST_PEERS
     assert len(live.sightings) <= MOST_PEERS
+    assert len(live._samples[10**15]) <= MOST_PEERS
+    assert len(live.rounds.by_key["0-l", 10**15].reasons) <= MOST_PEERS
 
 
 def test_many_that_come_at_once_do_not_push_out_each_other() -> None:

@@ -164,8 +164,48 @@ def test_of_two_processes_with_one_key_the_later_one_is_kept(caplog: pytest.LogC
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
-    assert caplog.text.count("two processes use the identity of b") == 1
+    assert caplog.text.count("several processes use the identity of b") == 1
     assert caplog.text.count("a refused the link: 'another process uses this identity") == 1
+
+
+def test_the_process_that_is_left_links_again_and_again() -> None:
+    """Its copy has ended: it is the peer now, also when it dials anew."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with linked_pair(network) as (a, first, _, _), trio.open_nursery() as nursery:
+            second = await start_endpoint(network, nursery, hello_of("b", incarnation="2"))
+            await second.links.connect("a", [])
+            await until(lambda: len(a.linked) == 2)
+            for link in list(second.links.live.values()):
+                link.close("stopped")
+            await until(lambda: a.links.get("b") is None)
+            for _ in range(2):
+                await first.links.connect("a", [])
+                await check_works(a, first)
+                await trio.sleep(HELLO_TIMEOUT_S + 1)
+                network.partition(["a"], ["b"])
+                first.links.live["a"].close("b noticed, and a does not")
+                await until(lambda: first.links.get("a") is None)
+                network.partition()
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_an_observer_takes_no_place_of_the_trainer_with_its_identity() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with linked_pair(network) as (a, b, link, _), trio.open_nursery() as nursery:
+            hello = hello_of("b", incarnation="2", role="observer", digest="")
+            observer = await start_endpoint(network, nursery, hello)
+            with pytest.raises(PeerLostError, match="another process uses this identity"):
+                await observer.links.connect("a", [])
+            assert a.links.get("b") is link
+            await check_works(a, b)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
 
 
 def test_who_changes_its_incarnation_again_and_again_makes_no_more_lines(caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +221,7 @@ def test_who_changes_its_incarnation_again_and_again_makes_no_more_lines(caplog:
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
-    assert caplog.text.count("two processes use the identity of b") <= 1
+    assert caplog.text.count("several processes use the identity of b") <= 1
 
 
 def test_a_peer_that_lost_its_end_of_a_link_gets_a_new_one_at_once() -> None:

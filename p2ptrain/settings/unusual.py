@@ -11,7 +11,7 @@ from p2ptrain.settings.model_defaults import model_defaults
 LONG_WARMUP = 0.25
 # With fewer rounds, peers train alone for a third of the run or more.
 FEWEST_ROUNDS = 3
-# With 59 rounds topk was better than int2, with 23 worse (docs/evidence/late.md); 50 is a guess between them.
+# With 59 rounds topk was better than int2; with 23 worse, from a tenth of the bytes (docs/evidence/late.md). A guess.
 FEWEST_TOPK_ROUNDS = 50
 # Usual rates of AdamW are from 0.00001 to 0.01; a larger one may be meant for SGD, or be a slip.
 HIGHEST_LR = 0.1
@@ -34,7 +34,7 @@ def unusual(run: RunConfig) -> Iterator[str]:
     elif run.round_codec == "topk" and steps and steps / sync_every < FEWEST_TOPK_ROUNDS:
         shorter = max(1, steps // FEWEST_TOPK_ROUNDS)
         yield (
-            f"topk is worse than int2 with fewer than about {FEWEST_TOPK_ROUNDS} rounds, and this run has "
+            f"topk may learn less than int2 with fewer than about {FEWEST_TOPK_ROUNDS} rounds, and this run has "
             f"{steps // sync_every}: give --sync-every {shorter} or less, or --round-codec int2"
         )
     if run.lr > HIGHEST_LR:

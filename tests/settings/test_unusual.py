@@ -28,8 +28,8 @@ def test_no_model_and_no_preset_is_unusual_by_its_defaults() -> None:
         ),
         (
             {"round_codec": "topk", "sync_every": "401"},
-            "topk may learn less than int2 with fewer than about 50 rounds, and this run has 49: give --sync-every 400 or "
-            "less, or --round-codec int2",
+            "topk may learn less than int2 with fewer than about 50 rounds, and this run has 49: give --sync-every 400 "
+            "or less, or --round-codec int2",
         ),
         (
             {"round_codec": "topk", "inner_optimizer": "muon"},

@@ -25,7 +25,7 @@ import p2ptrain
 from p2ptrain.errors import UnreachableError
 from p2ptrain.network import host
 from p2ptrain.protocol.state_sync import state_sync
-from p2ptrain.protocol.state_sync.transfer import land_state
+from p2ptrain.protocol.state_sync.land_state import land_state
 from tests.swarm.processes import DEADLINE_S
 
 RUN: dict[str, Any] = {"run_id": "cnn", "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}

@@ -21,6 +21,7 @@ from p2ptrain.protocol.rounds.deciding.history import History, merged
 from p2ptrain.protocol.rounds.deciding.lineage import MAX_TURNS
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.checkpoint import Checkpoint, Restored
+from p2ptrain.protocol.state_sync.land_state import land_state
 from p2ptrain.protocol.state_sync.provenance import (
     MOST_ASKED,
     SILENT_S,
@@ -33,7 +34,7 @@ from p2ptrain.protocol.state_sync.provenance import (
     delaying_rounds,
     rank_of,
 )
-from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, land_state
+from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers
 from p2ptrain.protocol.wire.messages import Beat, Entry, SignedHead
 from p2ptrain.protocol.wire.transport import PeerId
 

@@ -17,7 +17,7 @@ from p2ptrain.protocol.membership.neighbours import RELINKED_WITHIN_S
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.joining import Joining
-from p2ptrain.protocol.state_sync.transfer import founder_of
+from p2ptrain.protocol.state_sync.land_state import founder_of
 from p2ptrain.protocol.wire.messages import Beat, Head
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId

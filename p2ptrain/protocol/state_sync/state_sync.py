@@ -24,6 +24,7 @@ from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.schedule import FOLLOWING_PATIENCE_S
 from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.state_sync.joining import Joining
+from p2ptrain.protocol.state_sync.land_state import land_state
 from p2ptrain.protocol.state_sync.provenance import (
     NotNowError,
     OvertakenError,
@@ -37,7 +38,7 @@ from p2ptrain.protocol.state_sync.provenance import (
     rank_of,
 )
 from p2ptrain.protocol.state_sync.starts import Proof, Starts
-from p2ptrain.protocol.state_sync.transfer import Download, land_state
+from p2ptrain.protocol.state_sync.transfer import Download
 from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Founding, Head, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId

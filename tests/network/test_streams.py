@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,7 +241,7 @@ def test_a_refresh_that_fails_is_tried_again(
             monkeypatch.setattr(transport, "own_maddrs", fail)
             before = first.maddrs
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(first.transport._keep_maddrs, None)
+                nursery.start_soon(first.transport._keep_maddrs, SimpleNamespace(end_if_outgrown=lambda: None))
                 nursery.start_soon(first.transport._keep_reservations, first.transport._reservations)
                 await done.wait()
                 nursery.cancel_scope.cancel()

@@ -231,8 +231,8 @@ def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, inter
     peer.leave(why, landing=True)
     if not save():  # the last round may have landed meanwhile
         return (
-            f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}: see the line above. Run the "
-            "same command again: it continues from the checkpoint before, or gets the swarm's state"
+            f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}, for the reason above; mend "
+            "it, and run the same command again: it continues from the checkpoint before, or gets the swarm's state"
         )
     return f"cut off from the run: {failure}; run the same command again to continue from {out}" if failure else None
 

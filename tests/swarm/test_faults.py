@@ -179,4 +179,4 @@ def test_a_full_disk_is_reported_and_training_goes_on(swarm: Swarm, tmp_path: Pa
     peer.terminate()
     assert peer.wait() == 75
     assert "training goes on without this checkpoint" in peer.errors
-    assert f"but no checkpoint could be written to {disk}; free space there" in peer.errors
+    assert f"but no checkpoint could be written to {disk}, for the reason above; mend it, and run" in peer.errors

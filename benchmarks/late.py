@@ -39,7 +39,7 @@ from p2ptrain.training.partitioning import Partition, make_partition
 RESULTS = Path(__file__).parent.parent / "docs/evidence/late.jsonl"
 OPTIMIZERS, SEEDS = ("muon", "adamw"), (0, 1, 2)
 CODECS, INTERVALS = ("int4", "int2", "topk", "sparse64", "sparse128"), (25, 50, 10, 5)
-# How many words name a setting of a table of its own.
+# So many words name a setting in which nothing differs from the usual one.
 USUAL = 3
 # A rate of AdamW that is not too low.
 FASTER = 1.2e-2
@@ -175,7 +175,7 @@ def _late_tables(results: dict[Cell, Result]) -> str:
 
 
 def _setting(row: Result) -> tuple[str, ...]:
-    """What the runs of a table have in common: USUAL words, and one for each that is not as usual."""
+    """What the runs of one table share: peers, shards and optimizer, and all that differs from the usual setting."""
     usual = Cell("late", "add", 0, "adamw", 4, "iid", 0)
     return (
         f"{row['peers']} peers", row["shards"], row["optimizer"],

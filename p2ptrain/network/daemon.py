@@ -183,7 +183,7 @@ def _spawn(flags: dict[str, str]) -> subprocess.Popen[bytes]:
     command = [str(Path(cli_path[0]) / "p2pd"), *(f"-{name}={value}" for name, value in flags.items() if value)]
     environment = {"GOLOG_LOG_LEVEL": "error", **os.environ}
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             killed_with_us(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -192,6 +192,10 @@ def _spawn(flags: dict[str, str]) -> subprocess.Popen[bytes]:
             env=environment,
             start_new_session=True,
         )
+        # If memory runs out, Linux kills it before its peer, which replaces it.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000", encoding="ascii")
+        return process
     except OSError as error:
         raise ConfigError(
             f"the libp2p daemon {command[0]} cannot be started ({error.strerror}); reinstall hivemind for this machine"

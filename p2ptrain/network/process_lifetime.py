@@ -29,11 +29,6 @@ _KILLED_WITH_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-try:  # if memory runs out, the kernel kills this process first: the parent starts another one
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-except OSError:
-    pass
 if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
     os.execv(sys.argv[2], sys.argv[2:])
 """

@@ -267,3 +267,14 @@ def test_a_daemon_that_strangers_have_filled_is_killed(monkeypatch: pytest.Monke
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_if_memory_runs_out_the_daemon_goes_before_its_peer(tmp_path: Path) -> None:
+    process = daemon._spawn({"listen": f"/unix{tmp_path / 'p2pd.sock'}", "noListenAddrs": "1"})
+    try:
+        assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "1000"
+        assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
+    finally:
+        process.kill()
+        process.communicate()

@@ -574,7 +574,7 @@ def test_a_donor_that_moves_on_mid_way_is_asked_again_about_its_new_state() -> N
 def test_what_is_here_is_rolled_forward_when_a_round_comes_between(
     broken: bool, large_blocks: int, rolled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is here whole becomes the new round's; where the mean is not to be had, it comes anew.
+    """The joiner steps the chunks that it holds to the new round; without the round's mean it fetches them again.
 
     Two chunks of the state, of anchor and moment, are one of the mean; in a large model eight.
     """

@@ -69,8 +69,11 @@ class Wires:
             self._run(self._switch, "ip", "link", "add", bridge, "type", "bridge")
             self._run(self._switch, "ip", "link", "set", bridge, "up")
 
-    def machine(self, *, mbit: float | None = None, subnet: str = SUBNET) -> Machine:
-        """Add a machine to the switch; `mbit` limits its link in each direction, in Mbit/s."""
+    def machine(self, *, mbit: float | None = None, subnet: str = SUBNET, closed: bool = False) -> Machine:
+        """Add a machine to the switch; `mbit` limits its link in each direction, in Mbit/s.
+
+        `closed`: behind a firewall that lets in only answers.
+        """
         number = next(self._numbers)
         address = f"{subnet}.{number}"
         machine = Machine(self._enter(pid := self._namespace()), address, f"port{number}", pid)
@@ -78,6 +81,8 @@ class Wires:
         self._run(self._switch, "ip", "link", "set", machine.port, "master", "whole")
         # Dialling an address that does not exist takes time, as on the internet.
         self._run(pid, "ip", "route", "add", "default", "dev", "eth0")
+        if closed:
+            self._run(pid, sys.executable, "-S", masquerade.__file__, "eth0", "closed")
         return machine
 
     def add_interface(self, machine: Machine, name: str, bridge: str = "whole", mbit: float | None = None) -> str:

@@ -33,7 +33,7 @@ from p2ptrain.network.addresses import dialable, hints, peer_id_bytes
 from p2ptrain.network.process_lifetime import killed_with_us
 from p2ptrain.network.socket_stream import SocketStream, send_message
 from p2ptrain.network.thread import from_asyncio, open_background
-from p2ptrain.protocol.membership.reachability import relay_of
+from p2ptrain.protocol.membership.reachability import Scope, is_relayed, relay_of, scope_of
 from p2ptrain.protocol.wire.text import escaped
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -275,6 +275,15 @@ async def connections(control_path: str, timeout_s: float) -> list[tuple[str, st
     """
     response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), timeout_s)
     return [(PeerID(info.id).to_base58(), maddr_text(info.addrs[0])) for info in response.peers]
+
+
+async def public_peers(control_path: str, timeout_s: float) -> dict[str, str]:
+    """The peers that p2pd is connected to at a public address, with that address. Raises PeerLostError."""
+    return {
+        peer_id: maddr
+        for peer_id, maddr in await connections(control_path, timeout_s)
+        if maddr and scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)
+    }
 
 
 async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiaddr] = ()) -> list[str]:

@@ -6,31 +6,28 @@ of an upload through each interface.
 
 from __future__ import annotations
 
-import enum
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import trio
 
-from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
+from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.network._hivemind import P2P, Multiaddr
-from p2ptrain.network.addresses import by_peer_id, check_initial_peers, hints, peer_id_bytes
+from p2ptrain.network.addresses import by_peer_id, check_initial_peers
 from p2ptrain.network.daemon import (
     DIAL_TIMEOUT_S,
     dial,
     explain_dial,
-    open_stream,
     own_maddrs,
     peer_flags,
     probe_flags,
     run_daemon,
 )
 from p2ptrain.network.dht import clock_ahead_s
+from p2ptrain.network.dial_back import DialBack, dial_back
 from p2ptrain.network.identity import hold_identity
-from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
 from p2ptrain.network.process_lifetime import scratch_directory
-from p2ptrain.network.socket_stream import receive_message, send_message
 from p2ptrain.network.thread import from_asyncio
 from p2ptrain.network.ways import Interface, Way, forwarded, interfaces_of, upload_rate, ways_to
 from p2ptrain.settings.link import BYTES_PER_MBIT
@@ -40,18 +37,6 @@ logger = logging.getLogger(__name__)
 
 # All rates together; each takes about 3 s, of which its daemon half a second.
 RATES_TIMEOUT_S = 30.0
-AUTONAT = "/libp2p/autonat/1.0.0"
-# libp2p delays a negative answer by 15 s, against port scans.
-DIAL_BACK_TIMEOUT_S = 20
-DIAL_OK, DIAL_ERROR = 0, 100
-
-
-class DialBack(enum.Enum):
-    """Result of a dial-back. UNKNOWN: the peer that we asked did not try."""
-
-    REACHED = "reached"
-    FAILED = "failed"
-    UNKNOWN = "unknown"
 
 
 @dataclass
@@ -164,47 +149,3 @@ async def _rate_through(way: Way, peer_id: str, scratch: Path, config: NetworkCo
         logger.debug("no rate through %s: %s", way.interface.address, error)
         return None
     return None if rate is None else rate / BYTES_PER_MBIT
-
-
-async def dial_back(control_path: str, asked: str, peer_id: str, maddrs: list[str]) -> tuple[DialBack, str]:
-    """Ask the connected peer `asked` to dial us at `maddrs`, our listening addresses (libp2p's AutoNAT v1).
-
-    It dials only the host at which it sees us, at the ports that we name. It dials with another identity, so that it
-    opens a new connection. It refuses addresses that are not public.
-
-    Returns:
-        The result, and the address that was reached or the peer's explanation.
-    """
-    try:
-        stream = await open_stream(control_path, asked, AUTONAT, DIAL_BACK_TIMEOUT_S)
-        try:
-            await send_message(stream, question(peer_id_bytes(peer_id), hints(maddrs, peer_id)))
-            answer, _ = await receive_message(stream, AutoNat)
-            return read_answer(answer)
-        finally:
-            stream.fail("done")
-    except (PeerLostError, WireError) as error:
-        logger.debug("no dial-back from %s: %s", asked, error)
-        return DialBack.UNKNOWN, str(error)
-
-
-def question(peer_id: bytes, addresses: list[bytes]) -> AutoNat:
-    """The request to be dialled."""
-    return AutoNat(type=AutoNat.DIAL, dial=Dial(peer=Peer(id=peer_id, addrs=addresses)))
-
-
-def read_answer(answer: AutoNat) -> tuple[DialBack, str]:
-    """The result in an answer. Raises WireError."""
-    if not answer.HasField("response"):
-        raise WireError("no answer to a dial-back request")
-    response = answer.response
-    if response.status == DIAL_OK:
-        try:
-            reached = str(Multiaddr(response.address))
-        except Exception:  # the parser raises many types
-            reached = ""
-        if not reached.isprintable() or not reached:  # a path of /unix may hold anything
-            raise WireError("an answer to a dial-back request without its address")
-        return DialBack.REACHED, reached
-    text = "".join(filter(str.isprintable, response.text.decode(errors="replace")[:200]))
-    return DialBack.FAILED if response.status == DIAL_ERROR else DialBack.UNKNOWN, text

@@ -33,7 +33,7 @@ from p2ptrain.network.daemon import Connections, dial, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
 from p2ptrain.network.socket_stream import LINGER_S, Service, SocketStream, receive_message, send_message
 from p2ptrain.network.thread import from_asyncio
-from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
+from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal
 
@@ -44,6 +44,8 @@ PUNCH = "p2ptrain/punch/1"
 ASK_TIMEOUT_S = 3.0
 # A second packet goes out after one second, a third after three; the handshake takes four round trips.
 DIAL_TIMEOUT_S = 4.0
+# How long a public address of a peer that has places at relays is tried first: twice a packet that is lost.
+PUBLIC_TIMEOUT_S = 2.0
 # How long a peer that was dialled in vain is not dialled: its router will fail again, and each try delays the link by
 # DIAL_TIMEOUT_S.
 FAILED_S = 600.0
@@ -65,10 +67,8 @@ Outer = tuple[str, int]
 
 
 def meeting_points(maddrs: Iterable[str]) -> list[str]:
-    """The addresses of a peer's relays, from its own addresses; none if it can be dialled without a relay."""
-    direct = [maddr for maddr in maddrs if not is_relayed(maddr)]
-    relayed = [maddr for maddr in maddrs if is_relayed(maddr)]
-    return [] if is_public(direct) else [maddr.partition("/p2p-circuit")[0] for maddr in relayed]
+    """The addresses of a peer's relays, from its own addresses; none if it has no place at any."""
+    return [maddr.partition("/p2p-circuit")[0] for maddr in maddrs if is_relayed(maddr)]
 
 
 def outer_of(maddr: str) -> Outer | None:
@@ -314,10 +314,15 @@ class Puncher:
         return self._for_relay.setdefault(relay, DialBudget())
 
     async def reach(self, peer_id: str, maddrs: list[str]) -> None:
-        """Try to connect to a peer if it is behind another router, and not connected yet."""
+        """Try to connect to a peer if it is behind another router or firewall, and not connected yet."""
         points = [point for point in meeting_points(maddrs) if self._refusal(_relay_at(point)) is None]
         if not points or peer_id in self._ours.failed or self._ours.is_full or peer_id in await self._connected():
             return
+        # A peer with a place at a relay may have a public address too, before which there is mostly a firewall.
+        if public := [maddr for maddr in maddrs if scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)]:
+            with contextlib.suppress(PeerLostError):
+                await dial(self._control_path, peer_id, public, PUBLIC_TIMEOUT_S)
+                return
         self._asking.add(peer_id)
         try:
             with trio.fail_after(ASK_TIMEOUT_S):
@@ -380,9 +385,12 @@ def _relay_at(point: str) -> str:
 
 
 def _listening(maddrs: Iterable[str]) -> Outer:
-    """The address at which our p2pd listens: loopback's, if it listens there. Raises PeerLostError."""
+    """The address at which our p2pd listens: loopback's, if it listens there, else a local one, else a public one.
+
+    Raises PeerLostError if it listens at none.
+    """
     for maddr in reversed(list(maddrs)):
         match maddr.split("/"):
-            case ["", "ip4", host, "tcp", port, "p2p", _] if scope_of(maddr) is not Scope.PUBLIC:
+            case ["", "ip4", host, "tcp", port, "p2p", _]:
                 return host, int(port)
     raise PeerLostError("this peer listens on no TCP port")

@@ -24,11 +24,10 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.daemon import Connections, connections, open_stream
+from p2ptrain.network.daemon import Connections, open_stream, public_peers
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, outer_of, peer_at
 from p2ptrain.network.socket_stream import Service, SocketStream, receive_message, send_message
-from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream, said_here
 from p2ptrain.settings.link import BYTES_PER_MBIT
@@ -272,12 +271,16 @@ class Reservations:
         """The relays at which we have a reservation."""
         return self._reserved.keys()
 
+    def drop(self) -> None:
+        """Renew none of them, as we can be dialled."""
+        self._reserved, self.maddrs = {}, ()
+
     async def renew(self) -> None:
         """Renew our reservations, and ask for more while there are fewer than two.
 
         Raises PeerLostError if the daemon does not answer.
         """
-        candidates = {**self._reserved, **await self._public_peers()}
+        candidates = {**self._reserved, **await public_peers(self._control_path, RESERVE_TIMEOUT_S)}
         for relay in candidates:
             if (reason := self._refusal(relay)) is not None and relay not in self._told:
                 self._told.add(relay)
@@ -312,14 +315,6 @@ class Reservations:
                 self._refused.add(relay)
             return False
         return True
-
-    async def _public_peers(self) -> dict[str, str]:
-        """Peers that we are connected to at a public address, with that address."""
-        return {
-            peer_id: maddr
-            for peer_id, maddr in await connections(self._control_path, RESERVE_TIMEOUT_S)
-            if maddr and scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)
-        }
 
 
 def check_answer(answer: HopMessage) -> None:

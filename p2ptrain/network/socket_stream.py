@@ -2,7 +2,7 @@
 
 The socket leads to libp2p's daemon (p2pd), for one of libp2p's streams, or to another peer, with TLS. p2pd's
 connections begin with one message, and raw bytes follow (`daemon`). Messages have a length prefix, as p2pd and libp2p's
-protocols frame them, such as circuit relay v2 (`relay`) and AutoNAT (`probe`).
+protocols frame them, such as circuit relay v2 (`relay`) and AutoNAT (`dial_back`).
 
 Unlike in hivemind's StreamReader, bytes go from the event loop's callback into a bounded buffer that wakes the trio
 task: there is no asyncio task per read, and peers get backpressure.

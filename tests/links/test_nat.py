@@ -46,6 +46,29 @@ def test_two_private_peers_train_together_over_a_bootstrap_node(net: Wires, swar
         assert "peers behind NAT reach it through a relay" in peer.errors
 
 
+@pytest.mark.long  # an answer that dialling back failed comes after 15 s
+@pytest.mark.parametrize("behind", ["firewall", "router"])
+def test_two_peers_whose_firewalls_let_nobody_in_train_together(
+    net: Wires, swarm: Swarm, tmp_path: Path, behind: str
+) -> None:
+    """Their addresses are public, so that only others can tell them that they need relays."""
+    helper = net.machine()
+    bootstrap = swarm.start(
+        "p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001", directory=tmp_path / "bootstrap", enter=helper.enter
+    )
+    swarm.until(bootstrap.addresses.exists)
+    initial = f"--initial-peers {bootstrap.addresses}"
+    founder = join(swarm, tmp_path / "0", net.machine(closed=True), f"{RUN} {initial}")
+    swarm.until_ready(founder)
+    other = net.machine(closed=True) if behind == "firewall" else net.behind_nat("silent")
+    peers = [founder, join(swarm, tmp_path / "1", other, f"{MODEL} {initial}")]
+    swarm.until_ready(*peers)
+    wait_for_rounds(swarm, peers, by=2, count=3)
+    assert_anchors_agree(*peers)
+    assert any("connected directly to" in peer.errors for peer in peers)
+    swarm.until(lambda: "a firewall lets nobody in" in founder.errors)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "direct"), [(["silent"], True), (["silent", "random"], False)])
 def test_two_private_peers_dial_each_other_at_once_where_their_routers_let_them(

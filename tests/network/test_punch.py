@@ -40,13 +40,12 @@ OUTER = ("5.188.7.2", 4001)
     [
         ([PRIVATE, f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"], [AT_RELAY]),
         ([f"{AT_RELAY}/p2p-circuit/p2p/{LOW}", f"/ip4/127.0.0.1/tcp/1/p2p/{LOW}"], [AT_RELAY]),
-        ([f"/ip4/5.188.7.9/tcp/4001/p2p/{LOW}", f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"], []),
-        ([f"/dns4/example.org/tcp/4001/p2p/{LOW}", f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"], []),
+        ([f"/ip4/5.188.7.9/tcp/4001/p2p/{LOW}", f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"], [AT_RELAY]),
         ([PRIVATE], []),
         ([], []),
     ],
 )
-def test_a_peer_is_met_at_its_relays_if_it_has_no_public_address(maddrs: list[str], points: list[str]) -> None:
+def test_a_peer_is_met_at_its_relays(maddrs: list[str], points: list[str]) -> None:
     assert meeting_points(maddrs) == points
 
 
@@ -275,6 +274,30 @@ def test_a_false_address_from_a_relay_keeps_us_from_no_peer(monkeypatch: pytest.
         assert asked_at == [AT_RELAY]
 
     trio.run(main)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_public_address_is_tried_before_the_relay_is_asked(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
+    """A peer with a place at a relay has none that anybody reaches, as far as it knows: it may be wrong."""
+    tried: list[object] = []
+
+    async def dial_it(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
+        tried.append(maddrs)
+        await (connected() if is_open else fail())
+
+    async def ask(point: str, peer_id: str) -> Outer:
+        tried.append(point)
+        raise PeerLostError("not now")
+
+    async def main() -> None:
+        puncher = Puncher("", "Qm", lambda: [], lambda: [], no_refusal)
+        puncher._connected, puncher._ask = nobody, ask  # type: ignore[method-assign]
+        await puncher.reach(LOW, [PRIVATE, public, f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"])
+
+    public = f"/ip4/5.188.7.9/tcp/4001/p2p/{LOW}"
+    monkeypatch.setattr(punch, "dial", dial_it)
+    trio.run(main)
+    assert tried == ([[public]] if is_open else [[public], AT_RELAY])
 
 
 def test_so_many_connections_are_joined_for_a_relay() -> None:

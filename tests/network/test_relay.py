@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from p2ptrain.network import daemon, libp2p_pb2
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.daemon import ask, dial, open_stream, probe_flags, run_daemon
+from p2ptrain.network.dial_back import DialBacks
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.process_lifetime import scratch_directory
@@ -197,7 +199,7 @@ async def open_relayed() -> AsyncIterator[tuple[str, Network, Network, str]]:
 
 @pytest.fixture
 def loopback_is_the_internet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.network.relay.scope_of", lambda maddr: Scope.PUBLIC)
+    monkeypatch.setattr("p2ptrain.network.daemon.scope_of", lambda maddr: Scope.PUBLIC)
 
 
 class Flood:
@@ -371,6 +373,41 @@ def test_a_peer_that_is_denied_gets_no_place_and_a_changed_file_is_read_again(
                 await stream.aclose()
 
     run(main)
+
+
+@pytest.mark.processes
+def test_a_peer_whose_public_address_nobody_reaches_uses_relays_and_is_none(
+    run: Run, loopback_is_the_internet: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reached = False
+
+    async def ask(self: DialBacks) -> float:
+        self.failed = not reached
+        return 0.01
+
+    async def main() -> None:
+        nonlocal reached
+        async with open_relay() as (relay, at):
+            monkeypatch.setattr("p2ptrain.network.transport.has_public_address", lambda *_: True)
+            async with open_network(config(initial_peers=(at,))) as peer:
+                circuit = f"{at}/p2p-circuit/p2p/{peer.peer_id}"
+                assert circuit in peer.maddrs
+                for reached in (False, True):
+                    while (circuit in peer.maddrs) is reached:
+                        await trio.sleep(0.01)
+                    with contextlib.ExitStack() as stack:
+                        if not reached:
+                            stack.enter_context(pytest.raises(PeerLostError))
+                        stream = await open_stream(relay.transport.control_path, peer.peer_id, HOP, 10)
+                        await send_message(stream, HopMessage(type=HopMessage.RESERVE))
+                        answered, _ = await receive_message(stream, HopMessage)
+                        assert answered.status == Status.OK
+
+    monkeypatch.setattr(DialBacks, "ask", ask)
+    with caplog.at_level(logging.INFO):
+        run(main)
+    assert "a firewall lets nobody in" in caplog.text
+    assert "peers elsewhere can dial this peer now" in caplog.text
 
 
 @pytest.mark.processes

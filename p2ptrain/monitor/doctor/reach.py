@@ -12,7 +12,8 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.formatting import count, short_id
 from p2ptrain.monitor.doctor.finding import Finding, Mark, failed, ok, warning
 from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
-from p2ptrain.network.probe import DialBack, InitialPeer, Probe
+from p2ptrain.network.dial_back import DialBack
+from p2ptrain.network.probe import InitialPeer, Probe
 from p2ptrain.network.ways import Interface, Way
 from p2ptrain.protocol.membership.reachability import Scope, scope_of
 from p2ptrain.protocol.membership.status import MemberInfo

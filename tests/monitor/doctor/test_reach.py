@@ -21,7 +21,8 @@ from p2ptrain.monitor.doctor.reach import (
     check_ways,
     kind_of,
 )
-from p2ptrain.network.probe import DialBack, InitialPeer, Probe
+from p2ptrain.network.dial_back import DialBack
+from p2ptrain.network.probe import InitialPeer, Probe
 from p2ptrain.network.ways import Interface, Way
 from p2ptrain.protocol.membership.status import MemberInfo
 from p2ptrain.settings.config import RunConfig

@@ -1,6 +1,6 @@
 """Asks peers to dial us back (libp2p's AutoNAT v1), to learn whether anybody elsewhere can.
 
-An address may be public, and a firewall before it let nobody in. A peer learns that only from others.
+A firewall may let nobody in to a public address. A peer learns that only from others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import enum
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import trio
 
@@ -19,6 +19,7 @@ from p2ptrain.network.addresses import hints, peer_id_bytes
 from p2ptrain.network.daemon import CONTROL_TIMEOUT_S, open_stream, public_peers
 from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
 from p2ptrain.network.socket_stream import receive_message, send_message
+from p2ptrain.protocol.membership.reachability import Scope, is_relayed, network_of, scope_of
 from p2ptrain.protocol.wire.transport import Refusal
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ AUTONAT = "/libp2p/autonat/1.0.0"
 # libp2p delays a negative answer by 15 s, against port scans.
 TIMEOUT_S = 20
 DIAL_OK, DIAL_ERROR = 0, 100
-# How many peers are asked at once. Two of them outvote one that lies.
+# How many peers are asked at once: two outvote one that lies.
 MAX_ASKED = 3
 # How long until they are asked again, and how long if they did not decide. A peer answers three times a minute.
 ASK_EVERY_S, ASK_SOON_S = 300.0, 30.0
@@ -41,61 +42,106 @@ class DialBack(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class DialBacks:
-    """Whether peers elsewhere can dial this one, by what those say that we ask now and then.
+class Reachability:
+    """Whether peers elsewhere can dial this one, by what those say that dial it back now and then.
 
     Attributes:
-        failed: whether most of those asked last failed; after they once reached us, most of those asked twice.
+        verdict: what most of those asked last say, by address family; UNKNOWN until they decide. FAILED after REACHED
+            only if they say so twice in a row.
+        answered: set when one of them has reached us for the first time, or there is nothing more to wait for.
     """
 
-    def __init__(self, control_path: str, peer_id: str, maddrs: Callable[[], list[str]], refusal: Refusal) -> None:
+    def __init__(
+        self,
+        control_path: str,
+        peer_id: str,
+        maddrs: Callable[[], list[str]],
+        refusal: Refusal,
+        preferred: Collection[str],
+    ) -> None:
         """
         Args:
             maddrs: returns our listening addresses.
             refusal: says why a peer is not asked.
+            preferred: the peers that are asked before others.
         """
-        self.failed = False
-        self._failures, self._needed = 0, 1
+        self.verdict = DialBack.UNKNOWN
+        self.answered = trio.Event()
+        self._failures = 0
         self._control_path = control_path
         self._peer_id = peer_id
         self._maddrs = maddrs
         self._refusal = refusal
+        self._preferred = preferred
 
     async def ask(self) -> float:
         """Ask up to three peers that we are connected to at public addresses. Takes up to 20 s.
 
         Returns how long to wait until the next time. Raises PeerLostError if the daemon does not answer.
         """
-        known = await public_peers(self._control_path, CONTROL_TIMEOUT_S)
-        asked = [peer for peer in known if self._refusal(peer) is None]
-        results: list[DialBack] = []
+        results: list[tuple[str, DialBack]] = []
 
-        async def one(peer_id: str) -> None:
+        async def one(peer_id: str, family: str) -> None:
             result, detail = await dial_back(self._control_path, peer_id, self._peer_id, self._maddrs())
             logger.debug("a dial-back by %s: %s, %s", peer_id, result.value, detail)
-            results.append(result)
+            results.append((family, result))
+            if result is DialBack.REACHED:
+                self.answered.set()
 
-        async with trio.open_nursery() as nursery:
-            for peer_id in random.sample(asked, min(len(asked), MAX_ASKED)):
-                nursery.start_soon(one, peer_id)
-        match majority(results):
-            case DialBack.REACHED:
-                self._failures, self._needed = 0, 2
-            case DialBack.FAILED:
-                self._failures += 1
-            case None:
-                return ASK_SOON_S
-        self.failed = self._failures >= self._needed
-        return ASK_SOON_S if self._failures and not self.failed else ASK_EVERY_S
+        try:
+            known = await public_peers(self._control_path, CONTROL_TIMEOUT_S)
+            allowed = {peer: maddr for peer, maddr in known.items() if self._refusal(peer) is None}
+            async with trio.open_nursery() as nursery:
+                for peer_id, family in whom_to_ask(allowed, self._maddrs(), self._preferred).items():
+                    nursery.start_soon(one, peer_id, family)
+        finally:
+            self.answered.set()
+        decided = decide(results)
+        if decided is DialBack.UNKNOWN:
+            return ASK_SOON_S
+        self._failures = 0 if decided is DialBack.REACHED else self._failures + 1
+        if decided is DialBack.FAILED and self.verdict is DialBack.REACHED and self._failures < 2:
+            return ASK_SOON_S
+        self.verdict = decided
+        return ASK_EVERY_S
 
 
-def majority(results: Iterable[DialBack]) -> DialBack | None:
-    """Which of REACHED and FAILED came more often; None if neither."""
+def whom_to_ask(peers: Mapping[str, str], own: Iterable[str], preferred: Collection[str]) -> dict[str, str]:
+    """Draw at most three peers, each with the family of its address ("ip4" or "ip6").
+
+    One of each network, so that many identities of one machine have one voice; none of our own network, whose firewall
+    we may share; and none that would dial a family in which we have no public address.
+
+    Args:
+        peers: the peers that can be asked, with the addresses at which we are connected.
+        own: our addresses.
+        preferred: the peers that are taken first.
+    """
+    public = [maddr for maddr in own if scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)]
+    ours, families = set(map(network_of, public)), {maddr.split("/")[1] for maddr in public}
+    drawn: dict[str, str] = {}
+    taken = {"", *ours}
+    for peer in sorted(random.sample(sorted(peers), len(peers)), key=lambda peer: peer not in preferred):
+        network, family = network_of(peers[peer]), peers[peer].split("/")[1]
+        if network not in taken and family in families and len(drawn) < MAX_ASKED:
+            taken.add(network)
+            drawn[peer] = family
+    return drawn
+
+
+def decide(results: Collection[tuple[str, DialBack]]) -> DialBack:
+    """What most say of each address family; REACHED if it is that of one of them."""
+    of_families = {majority(result for of, result in results if of == family) for family, _ in results}
+    return next(
+        (verdict for verdict in (DialBack.REACHED, DialBack.FAILED) if verdict in of_families), DialBack.UNKNOWN
+    )
+
+
+def majority(results: Iterable[DialBack]) -> DialBack:
+    """Which of REACHED and FAILED came more often; UNKNOWN if neither did."""
     times = Counter(results)
-    reached, failed = times[DialBack.REACHED], times[DialBack.FAILED]
-    if reached == failed:
-        return None
-    return DialBack.REACHED if reached > failed else DialBack.FAILED
+    more = times[DialBack.REACHED] - times[DialBack.FAILED]
+    return DialBack.REACHED if more > 0 else DialBack.FAILED if more < 0 else DialBack.UNKNOWN
 
 
 async def dial_back(control_path: str, asked: str, peer_id: str, maddrs: list[str]) -> tuple[DialBack, str]:

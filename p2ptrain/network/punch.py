@@ -1,12 +1,13 @@
-"""Direct connections between two peers that are each behind a router (TCP hole punching).
+"""Direct connections to peers behind a router or firewall that lets nobody in (TCP hole punching).
 
 Both dial each other's outer address at once, from the port that they listen on. A router lets in packets that look like
 an answer, so the first packet of each peer opens its own router for the other. A relay sees the outer addresses of
 both, and tells both to dial at one moment (`relay.Relay`). The messages are those of the circuit relay.
 
 Packets that cross make a TCP connection without a listening end (RFC 9293, simultaneous open). Two p2pds would then
-both be the client of the handshake, which fails. So only the peer with the lower id has its p2pd dial. The other one
-dials here, and passes all bytes on to its own p2pd, which sees a connection that it has accepted.
+both be the client of the handshake, which fails. So only the peer that is asked has its p2pd dial. The asking one dials
+here, and passes all bytes on to its own p2pd, which sees a connection that it has accepted. Its p2pd may have dialled
+the other in vain just now, as libp2p's DHT names addresses, and would refuse to do so again for some seconds.
 
 It works between routers that give a machine one outer port for all destinations, as most home routers do. Otherwise
 each peer dials a port that the other's router does not open, both dials end after 4 s, and the peers use the relay.
@@ -44,8 +45,6 @@ PUNCH = "p2ptrain/punch/1"
 ASK_TIMEOUT_S = 3.0
 # A second packet goes out after one second, a third after three; the handshake takes four round trips.
 DIAL_TIMEOUT_S = 4.0
-# How long a public address of a peer that has places at relays is tried first: twice a packet that is lost.
-PUBLIC_TIMEOUT_S = 2.0
 # How long a peer that was dialled in vain is not dialled: its router will fail again, and each try delays the link by
 # DIAL_TIMEOUT_S.
 FAILED_S = 600.0
@@ -255,7 +254,7 @@ class Puncher:
             maddrs: returns our own addresses.
             relays: returns the relays at which we have a reservation; they may ask us to dial.
         """
-        self.service = Service("dialling a peer behind another router", MAX_AT_ONCE)
+        self.service = Service("dialling a peer at the same time", MAX_AT_ONCE)
         self._control_path = control_path
         self._peer_id = peer_id
         self._maddrs = maddrs
@@ -293,7 +292,7 @@ class Puncher:
                 # Before we dial, or the relay could see when the dial ends, and so which ports are open where.
                 await relay.aclose()
                 if now.status == Status.OK:
-                    await self._punch(peer_id, outer, budget, logging.DEBUG)
+                    await self._punch(peer_id, outer, budget, asked=True)
         finally:
             del self._asked[peer_id]
             done.set()
@@ -314,15 +313,11 @@ class Puncher:
         return self._for_relay.setdefault(relay, DialBudget())
 
     async def reach(self, peer_id: str, maddrs: list[str]) -> None:
-        """Try to connect to a peer if it is behind another router or firewall, and not connected yet."""
-        points = [point for point in meeting_points(maddrs) if self._refusal(_relay_at(point)) is None]
+        """Try to connect directly to a peer that has places at relays, if it is not connected yet."""
+        relays = {_relay_at(point): point for point in meeting_points(maddrs)}
+        points = [p for relay, p in relays.items() if relay != self._peer_id and self._refusal(relay) is None]
         if not points or peer_id in self._ours.failed or self._ours.is_full or peer_id in await self._connected():
             return
-        # A peer with a place at a relay may have a public address too, before which there is mostly a firewall.
-        if public := [maddr for maddr in maddrs if scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)]:
-            with contextlib.suppress(PeerLostError):
-                await dial(self._control_path, peer_id, public, PUBLIC_TIMEOUT_S)
-                return
         self._asking.add(peer_id)
         try:
             with trio.fail_after(ASK_TIMEOUT_S):
@@ -334,7 +329,7 @@ class Puncher:
             return
         finally:
             self._asking.discard(peer_id)
-        await self._punch(peer_id, outer, self._ours, logging.INFO)
+        await self._punch(peer_id, outer, self._ours, asked=False)
 
     async def _ask(self, point: str, peer_id: str) -> Outer:
         """Ask a relay to make a peer dial us now. Returns the address at which to dial it now. Raises PeerLostError."""
@@ -353,10 +348,14 @@ class Puncher:
             raise PeerLostError("the relay answered for another peer")
         return outer
 
-    async def _punch(self, peer_id: str, outer: Outer, budget: DialBudget, level: int) -> None:
-        """Dial a peer that was told to dial us at the same time. Logs the outcome at `level`, and notes a failure."""
+    async def _punch(self, peer_id: str, outer: Outer, budget: DialBudget, *, asked: bool) -> None:
+        """Dial a peer that was told to dial us at the same time. Logs the outcome, and notes a failure.
+
+        `asked`: whether it asked for that, and not we.
+        """
+        level = logging.DEBUG if asked else logging.INFO
         try:
-            if self._peer_id < peer_id:
+            if asked:
                 host, port = outer
                 await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{port}"], DIAL_TIMEOUT_S)
             else:
@@ -366,11 +365,16 @@ class Puncher:
                             await trio.sleep(CONNECTED_EVERY_S)
                         budget.keep(end)
         except (PeerLostError, trio.TooSlowError) as error:
-            budget.failed.add(peer_id)
-            logger.log(level, "no direct connection to %s, which is behind another router", peer_id)
             logger.debug("dialling %s at the same time: %s", peer_id, error)
-        else:
-            logger.log(level, "connected directly to %s, which is behind another router", peer_id)
+            # One that can dial us needs no packet of ours to open its router or firewall.
+            is_connected = False
+            with contextlib.suppress(PeerLostError):
+                is_connected = (await self._connected()).get(peer_id, False)
+            if not is_connected:
+                budget.failed.add(peer_id)
+                logger.log(level, "no direct connection to %s: both dialled at the same time, in vain", peer_id)
+                return
+        logger.log(level, "connected directly to %s, which cannot be dialled: both dialled at the same time", peer_id)
 
     async def _connected(self) -> dict[str, bool]:
         """All connected peers, and whether their connection is direct."""

@@ -103,7 +103,7 @@ class Relay:
             await send_message(stream, _status(Status.PERMISSION_DENIED))
             return
         match request.type if request.HasField("type") else None:
-            case HopMessage.RESERVE:
+            case HopMessage.RESERVE if connect == self._connect:
                 await send_message(stream, self._reserve(stream.remote))
             case HopMessage.CONNECT:
                 target = _target_of(request)

@@ -17,9 +17,9 @@ import trio
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, p2pd_pb2
-from p2ptrain.network.addresses import has_public_address, peer_id_bytes
+from p2ptrain.network.addresses import by_peer_id, has_public_address, peer_id_bytes, ways_in
 from p2ptrain.network.daemon import CONTROL_TIMEOUT_S, Daemon, ask, dial, identify, open_stream, own_maddrs
-from p2ptrain.network.dial_back import ASK_SOON_S, DialBacks
+from p2ptrain.network.dial_back import ASK_SOON_S, DialBack, Reachability
 from p2ptrain.network.identity import Identity, Signatures
 from p2ptrain.network.punch import PUNCH, Puncher
 from p2ptrain.network.relay import HOP, RENEW_EVERY_S, Relay, Reservations
@@ -46,9 +46,9 @@ REFRESH_MADDRS_S = 15.0
 MAX_UNANSWERED = 3
 # Limit for the first reservations at relays, which delay the start; peers just dialled answer within a round trip.
 FIRST_RESERVATIONS_S = 2.0
-# Who can be dialled is told so within some round trips, and who cannot only after 15 s. So without an answer in this
-# time we take places at relays, before we announce an address that others would try in vain.
-FIRST_DIAL_BACKS_S = 3.0
+# A dial-back that reached us is told within some round trips, one that failed only after 15 s. So if none is told in
+# this time, we take places at relays, before we announce an address that others would dial in vain.
+FIRST_DIAL_BACK_S = 3.0
 
 
 class LibP2P:
@@ -65,7 +65,7 @@ class LibP2P:
     def __init__(self, config: NetworkConfig, identity: Identity, directory: Path, refusal: Refusal) -> None:
         """
         Args:
-            config: our addresses. If none is public, or no peer reaches those, we need reservations at relays;
+            config: our addresses. If none is public, or other peers cannot dial those, we need reservations at relays;
                 otherwise we may be one. A public one in `announce_maddrs` is taken to be reachable.
             identity: ours.
             directory: for the sockets.
@@ -78,28 +78,24 @@ class LibP2P:
         self.control_path = str(directory / "p2pd.sock")
         self._streams_path = str(directory / "streams.sock")
         self._errors = ErrorLog(logger)
-        self._reservations: Reservations | None = None
-        self._puncher: Puncher | None = None
+        self._reservations = Reservations(self.control_path, refusal)
+        self._renewing = trio.Lock()
+        relays = self._reservations.relays
+        self._puncher = Puncher(self.control_path, self.peer_id, lambda: self.maddrs, relays, refusal)
         self._relay: Relay | None = None
+        self._reachability: Reachability | None = None
         rates = RateCounter(refusal)
-        self._services = [rates.service]
-        self._takes: dict[str, Callable[[SocketStream], None]] = {RATE: rates.take}
-        self._dial_backs: DialBacks | None = None
+        self._services = [rates.service, self._puncher.service]
+        self._takes: dict[str, Callable[[SocketStream], None]] = {RATE: rates.take, PUNCH: self._take_punch}
         has_public = has_public_address(config.host_maddrs, config.announce_maddrs)
-        self._is_closed = not has_public
-        self._told_closed = False
-        if not is_public(config.announce_maddrs):
-            self._reservations = Reservations(self.control_path, refusal)
-            relays = self._reservations.relays
-            self._puncher = Puncher(self.control_path, self.peer_id, lambda: self.maddrs, relays, refusal)
-            self._services.append(self._puncher.service)
-            self._takes[PUNCH] = self._take_punch
-            if has_public:
-                self._dial_backs = DialBacks(self.control_path, self.peer_id, lambda: self.maddrs, refusal)
+        self._needs_relays = not has_public
+        if has_public and not is_public(config.announce_maddrs):
+            known = by_peer_id(ways_in(config))
+            self._reachability = Reachability(self.control_path, self.peer_id, lambda: self.maddrs, refusal, known)
         if has_public and config.relay_peers:
             self._relay = Relay(self.control_path, config.relay_peers, config.relay_mbit, refusal)
             self._services.append(self._relay.service)
-            self._takes |= {HOP: self._take_hop, PUNCH: self._take_punch}
+            self._takes[HOP] = self._take_hop
         self._online = trio.Event()
         self._streams: set[SocketStream] = set()
         self._waiting, self._incoming = trio.open_memory_channel[SocketStream](ACCEPT_QUEUE)
@@ -127,7 +123,7 @@ class LibP2P:
         with trio.move_on_after(OPEN_TIMEOUT_S):
             await self._online.wait()
             if maddrs:
-                if self._puncher is not None and self._is_closed:
+                if self._needs_relays:
                     await self._puncher.reach(peer_id, maddrs)
                 await dial(self.control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
             return await open_stream(self.control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S, among=self._streams)
@@ -153,20 +149,18 @@ class LibP2P:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         try:
             await ask(self.control_path, request, CONTROL_TIMEOUT_S)
-            if self._dial_backs is not None:
-                await self._refresh_maddrs()
-                with trio.move_on_after(FIRST_DIAL_BACKS_S) as limit:
-                    await self._dial_backs.ask()
-                self._is_closed = self._dial_backs.failed or limit.cancelled_caught
-            if self._reservations is not None:
-                with trio.move_on_after(FIRST_RESERVATIONS_S):
-                    await self._renew(self._reservations)
             await self._refresh_maddrs()
             async with open_background() as background:
-                if self._reservations is not None:
-                    background.start_soon(self._keep_reservations, self._reservations)
-                    if self._dial_backs is not None:
-                        background.start_soon(self._keep_dial_backs, self._dial_backs, self._reservations)
+                if self._reachability is not None:
+                    background.start_soon(self._keep_reachability, self._reachability)
+                    with trio.move_on_after(FIRST_DIAL_BACK_S):
+                        await self._reachability.answered.wait()
+                    if not self._reachability.answered.is_set():
+                        self._needs_relays = True
+                with trio.move_on_after(FIRST_RESERVATIONS_S):
+                    await self._renew()
+                await self._refresh_maddrs()
+                background.start_soon(self._keep_reservations)
                 for service in self._services:
                     background.start_soon(service.serve)
                 background.start_soon(self._keep_maddrs, daemon)
@@ -191,19 +185,21 @@ class LibP2P:
             stream.fail("too many streams")
 
     def _take_hop(self, stream: SocketStream) -> None:
-        if self._relay is not None and not self._is_closed:
+        if self._relay is not None and not self._is_shut():
             self._relay.take(stream)
         else:
-            stream.fail("no relay, as nobody can dial this peer")
+            stream.fail("no relay, as peers elsewhere cannot dial this one")
 
     def _take_punch(self, stream: SocketStream) -> None:
-        """Pass on a request for a direct connection: as a relay, or to dial a peer because our relay asks us to."""
-        if self._puncher is not None and self._is_closed:
+        """Pass on a request for a direct connection, of a relay of ours or of a peer for which we are one."""
+        if self._relay is None or self._is_shut() or stream.remote in self._reservations.relays():
             self._puncher.take(stream)
-        elif self._relay is not None:
-            self._relay.take_punch(stream)
         else:
-            stream.fail("no relay")
+            self._relay.take_punch(stream)
+
+    def _is_shut(self) -> bool:
+        """Whether peers elsewhere found that they cannot dial our public address."""
+        return self._reachability is not None and self._reachability.verdict is DialBack.FAILED
 
     def _go_offline(self) -> None:
         if self._online.is_set():  # else some may be waiting for the present event
@@ -224,8 +220,7 @@ class LibP2P:
         self._break_streams("the network was closed")
 
     async def _refresh_maddrs(self) -> None:
-        relayed = self._reservations.maddrs if self._reservations else []
-        self.maddrs = await own_maddrs(self.control_path, self.peer_id, relayed)
+        self.maddrs = await own_maddrs(self.control_path, self.peer_id, self._reservations.maddrs)
 
     async def _keep_maddrs(self, daemon: Daemon) -> None:
         """Refresh our addresses. A daemon that does not answer is killed, so that it is restarted."""
@@ -242,44 +237,45 @@ class LibP2P:
         logger.warning("the libp2p daemon (p2pd) does not answer; killing it")
         daemon.process.kill()
 
-    async def _keep_reservations(self, reservations: Reservations) -> None:
+    async def _keep_reservations(self) -> None:
         while True:
             await trio.sleep(RENEW_EVERY_S)
             with self._errors.containing("renewing reservations at relays"), contextlib.suppress(PeerLostError):
-                await self._renew(reservations)
+                await self._renew()
                 await self._refresh_maddrs()
 
-    async def _renew(self, reservations: Reservations) -> None:
-        if self._is_closed:
-            await reservations.renew()
-        else:
-            reservations.drop()
+    async def _renew(self) -> None:
+        """Renew our reservations, or drop them if we need none. Raises PeerLostError."""
+        async with self._renewing:
+            if self._needs_relays:
+                await self._reservations.renew()
+            else:
+                self._reservations.drop()
 
-    async def _keep_dial_backs(self, dial_backs: DialBacks, reservations: Reservations) -> None:
+    async def _keep_reachability(self, reachability: Reachability) -> None:
         """Have peers dial us back, and take places at relays while they fail."""
         while True:
-            wait_s = ASK_SOON_S
+            wait_s, before = ASK_SOON_S, reachability.verdict
             with self._errors.containing("asking for dial-backs"), contextlib.suppress(PeerLostError):
-                wait_s = await dial_backs.ask()
-                if dial_backs.failed != self._told_closed:
-                    self._told_closed = dial_backs.failed
-                    self._tell_if_closed()
-                if dial_backs.failed != self._is_closed:
-                    self._is_closed = dial_backs.failed
-                    await self._renew(reservations)
+                wait_s = await reachability.ask()
+                if reachability.verdict is not before:
+                    self._needs_relays = self._is_shut()
+                    self._tell_reachability(before)
+                    await self._renew()
                     await self._refresh_maddrs()
             await trio.sleep(wait_s)
 
-    def _tell_if_closed(self) -> None:
-        if not self._told_closed:
+    def _tell_reachability(self, before: DialBack) -> None:
+        if self._is_shut():
+            direct = [maddr.partition("/p2p/")[0] for maddr in self.maddrs if not is_relayed(maddr)]
+            logger.warning(
+                "peers elsewhere cannot dial this peer: a firewall lets nobody in to %s. Others that cannot be dialled "
+                "reach it by dialling at the same time, or through relays. To change that, open this TCP port in the "
+                "firewall, of the provider too",
+                ", ".join(maddr for maddr in direct if scope_of(maddr) is Scope.PUBLIC) or "its public address",
+            )
+        elif before is DialBack.FAILED:
             logger.info("peers elsewhere can dial this peer now; it uses no relays")
-            return
-        direct = [maddr.partition("/p2p/")[0] for maddr in self.maddrs if not is_relayed(maddr)]
-        logger.warning(
-            "peers elsewhere cannot dial this peer: a firewall lets nobody in to %s. Peers that are closed too reach "
-            "it through relays. To change that, open this TCP port in the firewall, of the provider too",
-            ", ".join(maddr for maddr in direct if scope_of(maddr) is Scope.PUBLIC),
-        )
 
     async def _watch(self, daemon: Daemon) -> None:
         await daemon.exited.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import AsyncMock, call
 
 import pytest
 import trio
@@ -16,18 +17,20 @@ from p2ptrain.network.dial_back import (
     ASK_SOON_S,
     MAX_ASKED,
     DialBack,
-    DialBacks,
+    Reachability,
+    decide,
     dial_back,
-    majority,
     question,
     read_answer,
+    whom_to_ask,
 )
 from p2ptrain.network.libp2p_pb2 import AutoNat
 from p2ptrain.network.socket_stream import framed, receive_message
-from p2ptrain.protocol.wire.transport import Refusal, no_refusal
+from p2ptrain.protocol.wire.transport import no_refusal
 from tests.network.local import Given, open_pair
 
 REACHED, FAILED, UNKNOWN = DialBack
+ID = "QmUSMyzY55Bey5YDUqZbiVHG2T37JZRZEqFnNkhpKewoEt"
 ADDRESS = Multiaddr("/ip4/8.8.4.4/tcp/4001").to_bytes()
 
 
@@ -82,77 +85,99 @@ def test_what_is_no_answer_is_refused(message: bytes) -> None:
 @pytest.mark.parametrize(
     ("results", "decided"),
     [
-        ([], None),
-        ([UNKNOWN, UNKNOWN], None),
-        ([REACHED], REACHED),
-        ([FAILED, UNKNOWN], FAILED),
-        ([REACHED, FAILED], None),
-        ([REACHED, FAILED, REACHED], REACHED),
-        ([FAILED, REACHED, FAILED], FAILED),
+        ("", UNKNOWN),
+        ("4? 4?", UNKNOWN),
+        ("4+", REACHED),
+        ("4- 4?", FAILED),
+        ("4+ 4-", UNKNOWN),
+        ("4+ 4- 4+", REACHED),
+        ("4- 4+ 4-", FAILED),
+        ("4+ 6- 6-", REACHED),
+        ("4- 6+", REACHED),
+        ("4- 4+ 6-", FAILED),
     ],
 )
-def test_one_of_three_that_lies_decides_nothing(results: list[DialBack], decided: DialBack | None) -> None:
-    assert majority(results) is decided
+def test_one_of_three_that_lies_decides_nothing(results: str, decided: DialBack) -> None:
+    signs = {"+": REACHED, "-": FAILED, "?": UNKNOWN}
+    assert decide([(f"ip{family}", signs[sign]) for family, sign in results.split()]) is decided
 
 
-def asked(
-    monkeypatch: pytest.MonkeyPatch, results: list[dict[str, DialBack]], refusal: Refusal = no_refusal
-) -> Iterator[tuple[float, bool, set[str]]]:
-    """For each round of results by peer: how long to wait, whether dial-backs failed, and who was asked."""
-    now: dict[str, DialBack] = {}
-    who: set[str] = set()
+OWN = "/ip4/5.188.7.1/tcp/4001"
+ELSEWHERE = {peer: f"/ip4/{host}.1.1.1/tcp/4001" for host, peer in enumerate("abcdef", start=11)}
 
-    async def public_peers(control_path: str, timeout_s: float) -> dict[str, str]:
-        return dict.fromkeys(now, "/ip4/5.188.7.2/tcp/4001")
 
-    async def answer(control_path: str, peer: str, me: str, maddrs: list[str]) -> tuple[DialBack, str]:
-        assert (me, maddrs) == ("me", ["/ip4/5.188.7.1/tcp/4001"])
-        who.add(peer)
-        return now[peer], ""
+def test_peers_of_other_networks_are_asked_and_one_of_each() -> None:
+    relayed = f"/ip4/16.1.1.2/tcp/4001/p2p/{ID}/p2p-circuit"
+    own = [OWN, "/ip4/192.168.1.5/tcp/4001", relayed]
+    for _ in range(20):
+        assert len(whom_to_ask(ELSEWHERE, own, ())) == MAX_ASKED
+        assert "e" in whom_to_ask(ELSEWHERE, own, ("e",))
+        assert "f" in whom_to_ask({"f": ELSEWHERE["f"]}, own, ())
+        one_machine = {**ELSEWHERE, **{f"liar{number}": f"/ip4/9.9.9.9/tcp/{number}" for number in range(1, 200)}}
+        assert sum(peer.startswith("liar") for peer in whom_to_ask(one_machine, own, ())) <= 1
+    assert not whom_to_ask({"inside": "/ip4/5.188.200.2/tcp/4001"}, own, ("inside",))
 
-    monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", public_peers)
-    monkeypatch.setattr("p2ptrain.network.dial_back.dial_back", answer)
-    dial_backs = DialBacks("", "me", lambda: ["/ip4/5.188.7.1/tcp/4001"], refusal)
-    for answers in results:
-        now.clear()
-        now.update(answers)
-        who.clear()
-        yield trio.run(dial_backs.ask), dial_backs.failed, set(who)
+
+def test_peers_are_asked_over_families_of_which_there_is_a_public_address() -> None:
+    peers = {"four": "/ip4/9.9.9.9/tcp/1", "six": "/ip6/2001:4860:4860::8888/tcp/1", "name": "/dns4/example.org/tcp/1"}
+    assert whom_to_ask(peers, [OWN, "/ip6/fd00::1/tcp/1"], ()) == {"four": "ip4"}
+    assert whom_to_ask(peers, ["/ip4/10.0.0.1/tcp/1", "/ip6/2a00::1/tcp/1"], ()) == {"six": "ip6"}
+    assert whom_to_ask(peers, [OWN, "/ip6/2a00::1/tcp/1"], ()) == {"four": "ip4", "six": "ip6"}
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, results: list[DialBack | None]) -> Iterator[tuple[float, DialBack]]:
+    """How long to wait, and the verdict, when one peer answers so in turn; None: nobody is connected."""
+
+    reachability = Reachability("", "me", lambda: [OWN], {"denied": "no"}.get, ())
+    for result in results:
+        peers = {} if result is None else {"a": ELSEWHERE["a"], "denied": ELSEWHERE["b"]}
+        monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", AsyncMock(return_value=peers))
+        answer = AsyncMock(return_value=(result, ""))
+        monkeypatch.setattr("p2ptrain.network.dial_back.dial_back", answer)
+        yield trio.run(reachability.ask), reachability.verdict
+        assert reachability.answered.is_set()
+        assert answer.call_args_list == ([] if result is None else [call("", "a", "me", [OWN])])
 
 
 def test_peers_that_fail_are_believed_at_once_and_later_only_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[dict[str, DialBack]] = [
-        {},
-        {"a": UNKNOWN},
-        {"a": FAILED},
-        {"a": UNKNOWN},
-        {"a": REACHED},
-        {"a": FAILED},
-        {"a": REACHED},
-        {"a": FAILED},
-        {"a": FAILED},
-        {"a": FAILED},
-    ]
-    assert [(wait_s, failed) for wait_s, failed, _ in asked(monkeypatch, rounds)] == [
-        (ASK_SOON_S, False),
-        (ASK_SOON_S, False),
-        (ASK_EVERY_S, True),
-        (ASK_SOON_S, True),
-        (ASK_EVERY_S, False),
-        (ASK_SOON_S, False),
-        (ASK_EVERY_S, False),
-        (ASK_SOON_S, False),
-        (ASK_EVERY_S, True),
-        (ASK_EVERY_S, True),
+    answers = [None, UNKNOWN, FAILED, UNKNOWN, REACHED, FAILED, REACHED, FAILED, UNKNOWN, FAILED, FAILED]
+    assert list(asked(monkeypatch, answers)) == [
+        (ASK_SOON_S, UNKNOWN),
+        (ASK_SOON_S, UNKNOWN),
+        (ASK_EVERY_S, FAILED),
+        (ASK_SOON_S, FAILED),
+        (ASK_EVERY_S, REACHED),
+        (ASK_SOON_S, REACHED),
+        (ASK_EVERY_S, REACHED),
+        (ASK_SOON_S, REACHED),
+        (ASK_SOON_S, REACHED),
+        (ASK_EVERY_S, FAILED),
+        (ASK_EVERY_S, FAILED),
     ]
 
 
-def test_a_few_are_asked_and_none_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = dict.fromkeys("abcdef", REACHED)
-    ((_, _, who),) = asked(monkeypatch, [peers])
-    assert len(who) == MAX_ASKED
-    ((_, _, who),) = asked(monkeypatch, [peers], lambda peer: None if peer == "b" else "denied")
-    assert who == {"b"}
+def test_the_first_that_reaches_us_is_told_before_others_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def public_peers(control_path: str, timeout_s: float) -> dict[str, str]:
+        return {peer: ELSEWHERE[peer] for peer in "ab"}
+
+    async def answer(control_path: str, peer: str, me: str, maddrs: list[str]) -> tuple[DialBack, str]:
+        await trio.sleep(0.1 if peer == "a" else 20)
+        return (REACHED if peer == "a" else FAILED), ""
+
+    async def main() -> None:
+        reachability = Reachability("", "me", lambda: [OWN], no_refusal, ())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reachability.ask)
+            await reachability.answered.wait()
+            assert trio.current_time() - began_s < 1
+            assert reachability.verdict is UNKNOWN
+        assert reachability.verdict is UNKNOWN
+
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    began_s = clock.current_time()
+    monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", public_peers)
+    monkeypatch.setattr("p2ptrain.network.dial_back.dial_back", answer)
+    trio.run(main, clock=clock)
 
 
 def test_a_peer_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,8 +132,8 @@ def asked(
     if asking:
         puncher._asking.add(asking)
 
-    async def note(peer_id: str, outer: Outer, _: DialBudget, level: int) -> None:
-        assert level == logging.DEBUG
+    async def note(peer_id: str, outer: Outer, _: DialBudget, *, asked: bool) -> None:
+        assert asked
         assert stream.is_closed, "the relay could see when the dial ends"
         dialled.append((peer_id, outer))
 
@@ -201,7 +201,6 @@ def answers(peers: list[str], dial: Callable[[], Any], relays: tuple[str, ...] =
     streams = [FromRelay(request_of(peer_id), NOW) for peer_id in peers]
 
     async def main() -> None:
-        # Of the lowest id, so that p2pd dials.
         puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal)
         puncher._connected = nobody  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
@@ -276,28 +275,33 @@ def test_a_false_address_from_a_relay_keeps_us_from_no_peer(monkeypatch: pytest.
     trio.run(main)
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_public_address_is_tried_before_the_relay_is_asked(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
-    """A peer with a place at a relay has none that anybody reaches, as far as it knows: it may be wrong."""
-    tried: list[object] = []
-
-    async def dial_it(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
-        tried.append(maddrs)
-        await (connected() if is_open else fail())
-
-    async def ask(point: str, peer_id: str) -> Outer:
-        tried.append(point)
-        raise PeerLostError("not now")
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_dial_in_vain_counts_only_if_the_other_has_not_dialled_us(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_connected: bool
+) -> None:
+    async def listed() -> dict[str, bool]:
+        return {LOW: True} if is_connected else {}
 
     async def main() -> None:
-        puncher = Puncher("", "Qm", lambda: [], lambda: [], no_refusal)
-        puncher._connected, puncher._ask = nobody, ask  # type: ignore[method-assign]
-        await puncher.reach(LOW, [PRIVATE, public, f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"])
+        puncher = Puncher("", "Qm", lambda: [], lambda: [RELAY], no_refusal)
+        puncher._connected = listed  # type: ignore[method-assign]
+        await puncher._punch(LOW, OUTER, puncher._ours, asked=False)
+        assert (LOW in puncher._ours.failed) is not is_connected
 
-    public = f"/ip4/5.188.7.9/tcp/4001/p2p/{LOW}"
-    monkeypatch.setattr(punch, "dial", dial_it)
+    monkeypatch.setattr(punch, "dial", lambda *_: fail())
+    with caplog.at_level(logging.INFO):
+        trio.run(main)
+    assert ("connected directly to" in caplog.text) is is_connected
+
+
+def test_a_peer_that_is_the_others_relay_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        puncher = Puncher("", RELAY, lambda: [], lambda: [], no_refusal)
+        puncher._connected = nobody  # type: ignore[method-assign]
+        puncher._ask = Mock(side_effect=AssertionError)  # type: ignore[method-assign]
+        await puncher.reach(LOW, [f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"])
+
     trio.run(main)
-    assert tried == ([[public]] if is_open else [[public], AT_RELAY])
 
 
 def test_so_many_connections_are_joined_for_a_relay() -> None:
@@ -392,7 +396,7 @@ def test_a_connection_that_p2pd_does_not_confirm_is_closed(run: Run, monkeypatch
             maddr = f"/ip4/{host}/tcp/{port}/p2p/{HIGH}"
             puncher = Puncher("", HIGH, lambda: [maddr], lambda: [], no_refusal)
             budget = DialBudget()
-            await puncher._punch(LOW, far.getsockname(), budget, logging.INFO)
+            await puncher._punch(LOW, far.getsockname(), budget, asked=False)
             assert LOW in budget.failed
             for listening in (far, p2pd):
                 connection, _ = await listening.accept()

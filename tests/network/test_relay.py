@@ -24,7 +24,7 @@ from p2ptrain.network import daemon, libp2p_pb2
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.daemon import ask, dial, open_stream, probe_flags, run_daemon
-from p2ptrain.network.dial_back import DialBacks
+from p2ptrain.network.dial_back import DialBack, Reachability
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.process_lifetime import scratch_directory
@@ -376,38 +376,52 @@ def test_a_peer_that_is_denied_gets_no_place_and_a_changed_file_is_read_again(
 
 
 @pytest.mark.processes
-def test_a_peer_whose_public_address_nobody_reaches_uses_relays_and_is_none(
-    run: Run, loopback_is_the_internet: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_peer_whose_public_address_nobody_reaches_uses_relays(
+    run: Run,
+    loopback_is_the_internet: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_silent: bool,
 ) -> None:
-    reached = False
+    """From its start, also if there is no answer in time; and it is no relay once others say so."""
+    told = trio.Event()
 
-    async def ask(self: DialBacks) -> float:
-        self.failed = not reached
+    async def ask(self: Reachability) -> float:
+        if is_silent:
+            await told.wait()
+        self.verdict = DialBack.REACHED if told.is_set() else DialBack.FAILED
+        self.answered.set()
         return 0.01
 
+    async def status_of_relay(network: Network, peer_id: str) -> int:
+        stream = await open_stream(network.transport.control_path, peer_id, HOP, 10)
+        await send_message(stream, HopMessage(type=HopMessage.RESERVE))
+        answered, _ = await receive_message(stream, HopMessage)
+        return int(answered.status)
+
     async def main() -> None:
-        nonlocal reached
         async with open_relay() as (relay, at):
             monkeypatch.setattr("p2ptrain.network.transport.has_public_address", lambda *_: True)
             async with open_network(config(initial_peers=(at,))) as peer:
                 circuit = f"{at}/p2p-circuit/p2p/{peer.peer_id}"
                 assert circuit in peer.maddrs
-                for reached in (False, True):
-                    while (circuit in peer.maddrs) is reached:
-                        await trio.sleep(0.01)
-                    with contextlib.ExitStack() as stack:
-                        if not reached:
-                            stack.enter_context(pytest.raises(PeerLostError))
-                        stream = await open_stream(relay.transport.control_path, peer.peer_id, HOP, 10)
-                        await send_message(stream, HopMessage(type=HopMessage.RESERVE))
-                        answered, _ = await receive_message(stream, HopMessage)
-                        assert answered.status == Status.OK
+                if is_silent:
+                    assert await status_of_relay(relay, peer.peer_id) == Status.OK
+                else:
+                    with pytest.raises(PeerLostError):
+                        await status_of_relay(relay, peer.peer_id)
+                told.set()
+                while circuit in peer.maddrs:
+                    await trio.sleep(0.01)
+                assert await status_of_relay(relay, peer.peer_id) == Status.OK
 
-    monkeypatch.setattr(DialBacks, "ask", ask)
+    monkeypatch.setattr("p2ptrain.network.transport.FIRST_DIAL_BACK_S", 0.1)
+    monkeypatch.setattr(Reachability, "ask", ask)
     with caplog.at_level(logging.INFO):
         run(main)
-    assert "a firewall lets nobody in" in caplog.text
-    assert "peers elsewhere can dial this peer now" in caplog.text
+    assert ("a firewall lets nobody in" in caplog.text) is not is_silent
+    assert ("peers elsewhere can dial this peer now" in caplog.text) is not is_silent
 
 
 @pytest.mark.processes
@@ -442,14 +456,13 @@ def test_a_relay_tells_two_peers_to_dial_each_other_where_it_sees_them(
 ) -> None:
     told: list[tuple[str, Outer]] = []
 
-    async def note(self: Puncher, peer_id: str, outer: Outer, budget: DialBudget, level: int) -> None:
+    async def note(self: Puncher, peer_id: str, outer: Outer, budget: DialBudget, *, asked: bool) -> None:
         told.append((peer_id, outer))
 
     async def main() -> None:
         async with open_relay() as (_, at), open_network(config(initial_peers=(at,))) as one:
             async with open_network(config(initial_peers=(at,))) as other:
                 puncher = one.transport._puncher
-                assert puncher is not None
                 # The relay sees both at one address, and so behind one router.
                 await puncher.reach(other.peer_id, other.maddrs)
                 assert not told
@@ -485,7 +498,6 @@ def test_a_relay_with_an_allow_list_serves_its_members_and_ends_circuits_of_who_
     async def main() -> None:
         async with open_relay(allow=str(allow)) as (relay, at), open_network(config(initial_peers=(at,))) as other:
             places, carrier = other.transport._reservations, relay.transport._relay
-            assert places is not None
             assert carrier is not None
             assert not places.maddrs
             with scratch_directory() as directory:

@@ -32,6 +32,15 @@ def scope_of(maddr: str) -> Scope:
     return Scope.PUBLIC if address.is_global else Scope.NETWORK
 
 
+def network_of(maddr: str) -> str:
+    """The network of an IP address that one provider or institution mostly has: /16 of IPv4, /32 of IPv6; else ""."""
+    _, family, host, *_ = [*maddr.split("/"), "", ""]
+    try:
+        return str(ipaddress.ip_network(f"{host}/{16 if family == 'ip4' else 32}", strict=False))
+    except ValueError:
+        return ""
+
+
 def is_relayed(maddr: str) -> bool:
     """Whether a multiaddr leads through a relay."""
     return "p2p-circuit" in maddr.split("/")

@@ -19,6 +19,7 @@ from p2ptrain.network.lan import hosts_of, is_closed, look, matching, runs_of
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
+from p2ptrain.peer.peer_state import saved_run
 from p2ptrain.peer.process_group import device_of
 from p2ptrain.peer.session import NetworkSession
 from p2ptrain.settings.access import Access
@@ -189,7 +190,8 @@ def join(
         prometheus: port (on loopback), or "HOST:PORT", for Prometheus metrics; None: do not serve them.
         dashboard: port (on loopback), or "HOST:PORT", for the web page of the run; 0 takes any free port. Its address,
             with a token if other machines can reach it, is `peer.dashboard`. None: do not serve it.
-        resume: the `peer.state_dict()` of before a restart; restore the model and its optimizer yourself.
+        resume: the `peer.state_dict()` of before a restart; load your checkpoint into the model and its
+            optimizer before. The run's settings in it hold where no peer of the run is found.
         on_status: called with a text when the status of the joining peer changes. Exceptions in it are logged.
         process_group: the torch.distributed processes that form this one peer. All of them call this with the same
             arguments. Only rank 0 is on the network, and its arguments are used. The group's timeout must be longer
@@ -272,6 +274,9 @@ def join(
             found = session.find_run(run_id, explicit=explicit) if peers else None
             if initial_peers and found is None and resume is None:
                 logger.warning("%s", nobody_found(run_id, "run_id="))
+            saved = saved_run(resume) if found is None and resume is not None else None
+            if saved is not None and saved.run_id == run_id:
+                found = saved  # a peer that comes back alone goes on with the settings that it had joined with
             run = resolve_run(explicit, found, is_closed=is_closed(network))
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(

@@ -1,13 +1,14 @@
-"""Direct connections to peers behind a router or firewall that lets nobody in (TCP hole punching).
+"""Direct connections between two peers that are each behind a router or firewall (TCP hole punching).
 
 Both dial each other's outer address at once, from the port that they listen on. A router lets in packets that look like
 an answer, so the first packet of each peer opens its own router for the other. A relay sees the outer addresses of
 both, and tells both to dial at one moment (`relay.Relay`). The messages are those of the circuit relay.
 
 Packets that cross make a TCP connection without a listening end (RFC 9293, simultaneous open). Two p2pds would then
-both be the client of the handshake, which fails. So only the peer that is asked has its p2pd dial. The asking one dials
-here, and passes all bytes on to its own p2pd, which sees a connection that it has accepted. Its p2pd may have dialled
-the other in vain just now, as libp2p's DHT names addresses, and would refuse to do so again for some seconds.
+both be the client of the handshake, which fails. So only the peer that asks has its p2pd dial. The asked one dials
+here, and passes all bytes on to its own p2pd, which sees a connection that it has accepted. It is the asking one whose
+p2pd may be dialling the other already, from the same port, as libp2p's DHT names addresses; or may have done so in vain
+just now, and refuse to for some seconds.
 
 It works between routers that give a machine one outer port for all destinations, as most home routers do. Otherwise
 each peer dials a port that the other's router does not open, both dials end after 4 s, and the peers use the relay.
@@ -314,8 +315,7 @@ class Puncher:
 
     async def reach(self, peer_id: str, maddrs: list[str]) -> None:
         """Try to connect directly to a peer that has places at relays, if it is not connected yet."""
-        relays = {_relay_at(point): point for point in meeting_points(maddrs)}
-        points = [p for relay, p in relays.items() if relay != self._peer_id and self._refusal(relay) is None]
+        points = [point for point in meeting_points(maddrs) if self._refusal(_relay_at(point)) is None]
         if not points or peer_id in self._ours.failed or self._ours.is_full or peer_id in await self._connected():
             return
         self._asking.add(peer_id)
@@ -349,32 +349,41 @@ class Puncher:
         return outer
 
     async def _punch(self, peer_id: str, outer: Outer, budget: DialBudget, *, asked: bool) -> None:
-        """Dial a peer that was told to dial us at the same time. Logs the outcome, and notes a failure.
+        """Dial a peer at the same moment as it dials us. Logs the outcome, and notes a failure.
 
-        `asked`: whether it asked for that, and not we.
+        `asked`: whether that peer asked for it, and not we.
         """
         level = logging.DEBUG if asked else logging.INFO
         try:
-            if asked:
-                host, port = outer
-                await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{port}"], DIAL_TIMEOUT_S)
-            else:
-                with trio.fail_after(DIAL_TIMEOUT_S):
-                    async with joined(_listening(self._maddrs()), outer) as end:
-                        while not (await self._connected()).get(peer_id):
-                            await trio.sleep(CONNECTED_EVERY_S)
-                        budget.keep(end)
+            with trio.fail_after(DIAL_TIMEOUT_S):
+                if asked:
+                    budget.keep(await self._join(peer_id, outer))
+                else:
+                    await self._dial(peer_id, outer)
         except (PeerLostError, trio.TooSlowError) as error:
+            budget.failed.add(peer_id)
+            logger.log(level, "no direct connection to %s, which cannot be dialled either", peer_id)
             logger.debug("dialling %s at the same time: %s", peer_id, error)
-            # One that can dial us needs no packet of ours to open its router or firewall.
-            is_connected = False
-            with contextlib.suppress(PeerLostError):
-                is_connected = (await self._connected()).get(peer_id, False)
-            if not is_connected:
-                budget.failed.add(peer_id)
-                logger.log(level, "no direct connection to %s: both dialled at the same time, in vain", peer_id)
-                return
-        logger.log(level, "connected directly to %s, which cannot be dialled: both dialled at the same time", peer_id)
+        else:
+            logger.log(level, "connected directly to %s, which cannot be dialled either", peer_id)
+
+    async def _dial(self, peer_id: str, outer: Outer) -> None:
+        """Have p2pd dial a peer, again and again while it refuses to. Raises PeerLostError."""
+        host, port = outer
+        while True:
+            try:
+                return await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{port}"], DIAL_TIMEOUT_S)
+            except PeerLostError as error:
+                if "dial backoff" not in str(error):
+                    raise
+            await trio.sleep(CONNECTED_EVERY_S)
+
+    async def _join(self, peer_id: str, outer: Outer) -> End:
+        """Dial a peer, and join that connection to one to p2pd. Returns one end. Raises PeerLostError."""
+        async with joined(_listening(self._maddrs()), outer) as end:
+            while not (await self._connected()).get(peer_id):
+                await trio.sleep(CONNECTED_EVERY_S)
+            return end
 
     async def _connected(self) -> dict[str, bool]:
         """All connected peers, and whether their connection is direct."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -248,6 +249,14 @@ class ModelParts:
             name: line[start : start + parameter.numel()].view(parameter.shape)
             for name, parameter, start in zip(self.space.names, self.parameters, starts, strict=False)
         }
+
+    def distance_to(self, flat: torch.Tensor) -> float:
+        """How far the weights are from a vector as in `unflatten`, as a share of its norm; 0.0 for sharded ones."""
+        if self.is_sharded:
+            return 0.0
+        pairs = zip(self.unflatten(flat).values(), self.parameters, strict=True)
+        squares = [float((there - here.detach().to("cpu", torch.float32)).square().sum()) for there, here in pairs]
+        return math.sqrt(sum(squares)) / max(float(flat.norm()), torch.finfo(torch.float32).tiny)
 
 
 def _check_same(sha256: str, ranks: ProcessGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import random
 import secrets
@@ -20,7 +21,7 @@ from p2ptrain.network.host import Network
 from p2ptrain.network.thread import POLL_S, NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.network_side import NetworkSide
-from p2ptrain.peer.peer_state import from_dict
+from p2ptrain.peer.peer_state import from_dict, saved_run
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.step_values import plain_loss, plain_samples, plain_shard_tokens
 from p2ptrain.peer.watch import Watch
@@ -38,6 +39,9 @@ from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.checkpoint import Restored
 
 logger = logging.getLogger(__name__)
+
+# Weights that differ from the last round's by more than this share of them were not trained from these (guess).
+FAR = 0.5
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,12 @@ class Peer:
 
         resumed = joining.resume_state
         restored = None if resumed is None else from_dict(resumed, self._exchange.new_state())
+        if restored is not None and (apart := parts.distance_to(torch.from_numpy(restored.state.anchor))) > FAR:
+            logger.warning(
+                "the model's weights differ from those of the state to resume from by %.1f times their size: if you "
+                "saved them with it, load them into the model before join(), or the next round averages these",
+                apart,
+            )
         parts.claim()
         self._workers = Workers(joining.worker_threads)
         try:
@@ -334,14 +344,14 @@ class Peer:
             `head`: str, the last round and the voters of the next, packed, in hex. `history`: str, the run's genesis
             and latest rounds, likewise. `run_step`: int, position in the run. `anchor`: (blocks, 64) float32, the
             weights of the last round in the flat layout, followed by the inner moments if rounds average them.
-            `moments`: list of tensors of that shape, of the outer optimizer. Tensors are copies on the CPU, owned by
-            the caller.
+            `moments`: list of tensors of that shape, of the outer optimizer. `run`: str, the run's settings in JSON.
+            Tensors are copies on the CPU, owned by the caller.
 
         Raises:
             ConfigError: as `step` does, if a round is landing.
             TimeoutError: a round takes more than 120 s to change the state, or an error keeps it from the weights.
         """
-        return self._network_side.state_dict()
+        return self._network_side.state_dict() | {"run": json.dumps(self.run.stated())}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Restore a result of `state_dict()`, if the swarm has nothing newer.
@@ -355,7 +365,12 @@ class Peer:
             ConfigError: it is damaged, of another model or of another run than pinned, or was not restored in time.
             TimeoutError: the network side did not answer within 120 s.
         """
-        return self._network_side.restore(from_dict(state, self._exchange.new_state()))
+        restored = from_dict(state, self._exchange.new_state())
+        if (saved := saved_run(state)) is not None and saved != self.run:
+            ours, theirs = self.run.to_dict(), saved.to_dict()
+            differing = ", ".join(f"{n} = {ours[n]!r} (was {theirs[n]!r})" for n in ours if ours[n] != theirs[n])
+            logger.warning("the state was saved in a run with other settings than this one: %s", differing)
+        return self._network_side.restore(restored)
 
     def on_leave(self, action: Callable[[], None]) -> None:
         """Call `action` after this peer has left; `p2ptrain.join` closes its network with it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from p2ptrain.protocol.rounds.deciding.lineage import check_head
 from p2ptrain.protocol.rounds.deciding.record import MOST_COUNT
 from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.wire.messages import Head, SavedHistory, pack, unpack
+from p2ptrain.settings.config import RunConfig
 
 Array = npt.NDArray[np.float32]
 
@@ -32,6 +34,14 @@ def to_dict(head: Head, history: History, run_step: int, vectors: Sequence[Array
         "anchor": anchor,
         "moments": moments,
     }
+
+
+def saved_run(state: dict[str, Any]) -> RunConfig | None:
+    """The settings of the run in which a `Peer.state_dict()` was saved; None if they are not there or not readable."""
+    try:
+        return RunConfig.from_stated(json.loads(state["run"]))
+    except (KeyError, TypeError, ValueError, ConfigError):
+        return None
 
 
 def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:

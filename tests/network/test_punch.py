@@ -204,7 +204,7 @@ def answers(peers: list[str], dial: Callable[[], Any], relays: tuple[str, ...] =
         puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal)
         puncher._connected = nobody  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(punch, "dial", lambda *_: dial())
+            patch.setattr(Puncher, "_join", lambda *_: dial())
             patch.setattr(punch, "MAX_FAILED", 4)
             for stream, relay in zip(streams, itertools.cycle(relays), strict=False):
                 stream.remote = relay
@@ -220,8 +220,18 @@ async def fail() -> None:
     raise PeerLostError("the router lets nothing in")
 
 
-async def connected() -> None:
+def an_end() -> Mock:
+    return Mock(transport=Mock(is_closing=Mock(return_value=True)))
+
+
+async def connected() -> Mock:
     """A dial that ends at once."""
+    return an_end()
+
+
+async def join_after_a_second() -> Mock:
+    await trio.sleep(1)
+    return an_end()
 
 
 async def nobody() -> dict[str, bool]:
@@ -264,7 +274,7 @@ def test_a_false_address_from_a_relay_keeps_us_from_no_peer(monkeypatch: pytest.
     async def main() -> None:
         puncher = Puncher("", "Qm", lambda: [], lambda: [RELAY], lambda peer: "no" if peer == refused else None)
         puncher._connected, puncher._ask = nobody, ask  # type: ignore[method-assign]
-        monkeypatch.setattr(punch, "dial", lambda *_: fail())
+        monkeypatch.setattr(Puncher, "_join", lambda *_: fail())
         await puncher._answer(FromRelay(request_of(LOW), NOW))  # type: ignore[arg-type]
         at_refused = f"/ip4/5.188.7.9/tcp/22/p2p/{refused}/p2p-circuit/p2p/{LOW}"
         await puncher.reach(LOW, [at_refused])
@@ -275,33 +285,22 @@ def test_a_false_address_from_a_relay_keeps_us_from_no_peer(monkeypatch: pytest.
     trio.run(main)
 
 
-@pytest.mark.parametrize("is_connected", [True, False])
-def test_a_dial_in_vain_counts_only_if_the_other_has_not_dialled_us(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_connected: bool
-) -> None:
-    async def listed() -> dict[str, bool]:
-        return {LOW: True} if is_connected else {}
+def test_a_peer_that_p2pd_refuses_to_dial_is_dialled_again_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["dial backoff", "dial backoff", None, "no route"]
+
+    async def dial_it(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
+        assert maddrs == ["/ip4/5.188.7.2/tcp/4001"]
+        if (answer := answers.pop(0)) is not None:
+            raise PeerLostError(f"all dials failed: {answer}")
 
     async def main() -> None:
-        puncher = Puncher("", "Qm", lambda: [], lambda: [RELAY], no_refusal)
-        puncher._connected = listed  # type: ignore[method-assign]
-        await puncher._punch(LOW, OUTER, puncher._ours, asked=False)
-        assert (LOW in puncher._ours.failed) is not is_connected
+        puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal)
+        for is_failed, left in ((False, 1), (True, 0)):
+            await puncher._punch(LOW, OUTER, puncher._ours, asked=False)
+            assert ((LOW in puncher._ours.failed), len(answers)) == (is_failed, left)
 
-    monkeypatch.setattr(punch, "dial", lambda *_: fail())
-    with caplog.at_level(logging.INFO):
-        trio.run(main)
-    assert ("connected directly to" in caplog.text) is is_connected
-
-
-def test_a_peer_that_is_the_others_relay_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        puncher = Puncher("", RELAY, lambda: [], lambda: [], no_refusal)
-        puncher._connected = nobody  # type: ignore[method-assign]
-        puncher._ask = Mock(side_effect=AssertionError)  # type: ignore[method-assign]
-        await puncher.reach(LOW, [f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"])
-
-    trio.run(main)
+    monkeypatch.setattr(punch, "dial", dial_it)
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_so_many_connections_are_joined_for_a_relay() -> None:
@@ -360,7 +359,7 @@ def test_a_relay_that_is_not_ours_for_a_moment_has_the_limits_that_it_had(monkey
         assert list(puncher._for_relay) == [STRANGERS[0]]
 
     monkeypatch.setattr(puncher, "_connected", nobody)
-    monkeypatch.setattr(punch, "dial", lambda *_: fail())
+    monkeypatch.setattr(Puncher, "_join", lambda *_: fail())
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
@@ -377,7 +376,7 @@ def test_connections_that_may_yet_be_joined_count_as_joined(monkeypatch: pytest.
 
     monkeypatch.setattr(punch, "MAX_JOINED", 3)
     monkeypatch.setattr(puncher, "_connected", nobody)
-    monkeypatch.setattr(punch, "dial", lambda *_: trio.sleep(1))
+    monkeypatch.setattr(Puncher, "_join", lambda *_: join_after_a_second())
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     statuses = [status for stream in streams for status in stream.statuses()]
     assert (statuses.count(Status.OK), statuses.count(Status.PERMISSION_DENIED)) == (3, punch.MAX_AT_ONCE - 3)
@@ -396,7 +395,7 @@ def test_a_connection_that_p2pd_does_not_confirm_is_closed(run: Run, monkeypatch
             maddr = f"/ip4/{host}/tcp/{port}/p2p/{HIGH}"
             puncher = Puncher("", HIGH, lambda: [maddr], lambda: [], no_refusal)
             budget = DialBudget()
-            await puncher._punch(LOW, far.getsockname(), budget, asked=False)
+            await puncher._punch(LOW, far.getsockname(), budget, asked=True)
             assert LOW in budget.failed
             for listening in (far, p2pd):
                 connection, _ = await listening.accept()

@@ -1,8 +1,9 @@
 """Text files, and their split into text to train on and held-out text that no peer ever trains on.
 
-The split depends only on names: a file is held out if the hash of its relative path is a multiple of 20. It does not
-depend on a random state or on other files, so every machine and every version of Python holds out the same files. A
-single file is split in the same way by the numbers of its blocks of 4096 tokens.
+A file is held out if the hash of its relative path is a multiple of 20. That does not depend on a random state or on
+other files, so every machine and every version of Python holds out the same files. Where this holds out less than 1 %
+or more than 20 % of all tokens, as with few files, the text is split in the same way by the numbers of its blocks of
+4096 tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from p2ptrain.training.memory import check_text
 
 # 5 % is a common share; nothing here depends on it being large.
 HELD_OUT_ONE_IN = 20
+HELD_OUT_SHARE = 0.01, 0.2
 BLOCK_TOKENS = 4096
 # Bytes in which a zero byte means that a file is not text, as in git.
 _LOOKED_AT_BYTES = 8192
@@ -80,7 +82,8 @@ class TextFiles:
         files = list(zip([name for name, _ in self.texts], self._encoded(tokenizer), strict=True))
         held_out = [tokens for name, tokens in files if _is_held_out(name)]
         training = [tokens for name, tokens in files if not _is_held_out(name)]
-        if not held_out or not training:  # as with few files: split by blocks
+        least, most = HELD_OUT_SHARE
+        if not least <= sum(map(len, held_out)) / max(1, sum(len(tokens) for _, tokens in files)) <= most:
             training, held_out = self._blocks(np.concatenate([tokens for _, tokens in files]), tokenizer)
         return _checked(np.concatenate(training), np.concatenate(held_out), tokenizer, self.source)
 
@@ -116,7 +119,7 @@ def read_texts(source: str) -> TextFiles:
     """
     if source == "stdlib":
         return TextFiles(source, list(_stdlib_files()))
-    path = Path(source)
+    path = Path(source).expanduser()
     try:
         if path.is_dir():
             files = list(_text_files(path))

@@ -19,6 +19,10 @@ class RunMismatchError(ConfigError):
     """A setting of this peer contradicts the run that it is joining."""
 
 
+class OtherRunError(RunMismatchError):
+    """A peer belongs to another run."""
+
+
 class RunKeyError(RunMismatchError):
     """This peer has another run key than the run that it is joining, or only one of them has a key."""
 

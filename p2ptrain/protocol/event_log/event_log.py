@@ -67,6 +67,8 @@ class EventLog:
             if event == "step":
                 self._take_step(now, fields)
             else:
+                if event == "eval":  # its time is not one of steps, for whoever reads both
+                    self._end_fold(math.inf)
                 self._keep(event, {"event": event, "t": now, **fields})
                 # Not after steps, because it takes milliseconds and the training thread waits for it.
                 for kind in self._kinds:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from p2ptrain.errors import NotAllowedError, PeerLostError, RunKeyError, RunMismatchError, WireError
+from p2ptrain.errors import NotAllowedError, OtherRunError, PeerLostError, RunKeyError, RunMismatchError, WireError
 from p2ptrain.protocol.links.copies import Copies
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.wire.closed_run import ACCEPTOR, DIALLER, NONCE_BYTES, ClosedRun
@@ -131,7 +131,10 @@ class Handshake:
             raise WireError(f"a {hello.role[:100]!r} {'with' if hello.digest else 'without'} a run digest")
         ours = self._hello()
         if hello.run_id != ours.run_id:
-            raise RunMismatchError(f"{stream.remote} belongs to run {hello.run_id!r}, not {ours.run_id!r}")
+            raise OtherRunError(
+                f"peer {stream.remote} belongs to run {hello.run_id!r}, not {ours.run_id!r}; choose that run id, or "
+                "leave the address of this peer out"
+            )
         if hello.digest and ours.digest and hello.digest != ours.digest:
             error = RunMismatchError(
                 f"peer {stream.remote} trains run {ours.run_id!r} with other settings "

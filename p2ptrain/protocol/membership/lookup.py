@@ -21,6 +21,7 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import (
     ConfigError,
     NotAllowedError,
+    OtherRunError,
     P2PTrainError,
     PeerLostError,
     RunKeyError,
@@ -59,6 +60,9 @@ FIND_S, CONNECT_S, PIECE_S, DONOR_S = 10.0, 10.0, 20.0, 120.0
 # How many donors are tried, as most members have the file, and the time for all of them.
 MOST_TRIED, ASK_S = 16, 500.0
 
+Refused = OtherRunError | RunKeyError | NotAllowedError
+"""Why a peer that the user named is of no use to us."""
+
 
 async def ask_settings(
     transport: Transport,
@@ -89,12 +93,13 @@ async def ask_settings(
     Raises:
         ConfigError: this version of p2ptrain cannot use the settings of a chosen member. Those of other members are
             skipped.
+        OtherRunError: no member was found, we know no settings of this run, and a chosen peer belongs to another run.
         RunKeyError: no member was found, and a chosen peer has another run key than we do.
         NotAllowedError: no member was found, and a chosen peer refuses us by its user's list.
         UnreachableError: more peers are announced than could be asked within two minutes.
     """
     directory = directory_of(directory, closed, transport.peer_id)
-    refused: RunKeyError | NotAllowedError | None = None
+    refused: Refused | None = None
     answers = SettingsAnswers(chosen, ours, fits)
     # The network layer has the addresses of initial peers; their records may be missing among too many.
     initial: Members = {peer_id: ((), TRAINER) for peer_id in chosen if peer_id != transport.peer_id}
@@ -115,8 +120,10 @@ async def ask_settings(
                 return
             _, payload = await links.request(link, "settings", timeout_s=timeout_s)
             told = _parse_settings(peer_id, payload)
-        except (RunKeyError, NotAllowedError) as error:
-            refused = error if peer_id in chosen else refused
+        except (OtherRunError, RunKeyError, NotAllowedError) as error:
+            # A peer that comes back is not kept from its own run by one that has gone to another.
+            if peer_id in chosen and not (ours is not None and isinstance(error, OtherRunError)):
+                refused = error
         except (PeerLostError, WireError, RunMismatchError) as error:
             # It has ended since, or is now a member of another run.
             logger.debug("no settings from %s: %s", peer_id, error)
@@ -242,24 +249,24 @@ class SettingsAnswers:
 async def check_key(
     transport: Transport, run_id: str, *, chosen: Collection[PeerId], closed: ClosedRun | None = None
 ) -> None:
-    """Raise RunKeyError or NotAllowedError if a chosen peer refuses us. Silent peers are skipped."""
+    """Raise OtherRunError, RunKeyError or NotAllowedError if a chosen peer refuses us. Silent peers are skipped."""
     async with observer_links(transport, run_id, closed) as links:
         refused = await refused_by(links, chosen)
     if refused is not None:
         raise refused
 
 
-async def refused_by(links: Links, chosen: Collection[PeerId]) -> RunKeyError | NotAllowedError | None:
+async def refused_by(links: Links, chosen: Collection[PeerId]) -> Refused | None:
     """The error of a chosen peer that refuses us; None if none does.
 
     We dial chosen peers without looking up their records: under another key we could not find these.
     """
-    refused: list[RunKeyError | NotAllowedError] = []
+    refused: list[Refused] = []
 
     async def ask(peer_id: PeerId) -> None:
         try:
             await links.connect(peer_id, [])
-        except (RunKeyError, NotAllowedError) as error:
+        except (OtherRunError, RunKeyError, NotAllowedError) as error:
             refused.append(error)
         except P2PTrainError as error:
             logger.debug("%s may refuse us: %s", peer_id, error)

@@ -11,12 +11,12 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from p2ptrain.errors import NotAllowedError, P2PTrainError, PeerLostError, RunKeyError, WireError
+from p2ptrain.errors import NotAllowedError, P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.links.limits import MAX_REASON, Struck
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.directory import directory_of, find_members
-from p2ptrain.protocol.membership.lookup import observer_links, refused_by
+from p2ptrain.protocol.membership.lookup import Refused, observer_links, refused_by
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import MAX_PEER_ID
@@ -100,10 +100,10 @@ async def list_members(
 ) -> list[MemberInfo]:
     """The members of a run that can be reached from here, and those behind NAT that cannot.
 
-    Raises RunKeyError or NotAllowedError if there are none, and a chosen peer refuses us.
+    Raises OtherRunError, RunKeyError or NotAllowedError if there are none, and a chosen peer refuses us.
     """
     directory = directory_of(directory, closed, transport.peer_id)
-    refused: RunKeyError | NotAllowedError | None = None
+    refused: Refused | None = None
     infos: list[MemberInfo] = []
 
     async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:

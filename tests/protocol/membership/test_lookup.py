@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, OtherRunError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
@@ -79,6 +79,23 @@ def test_a_run_without_members_has_no_settings() -> None:
             start = trio.current_time()
             assert await settings_of(s.network, "another run") is None
             assert trio.current_time() - start < 3
+
+    run_virtual(main)
+
+
+def test_a_chosen_peer_of_another_run_is_an_error_and_no_new_run() -> None:
+    """Whoever mistypes the run's name would train alone. A peer that knows its run is not kept from it."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            s.start("a", founder=True)
+            await trio.sleep(3)
+            with pytest.raises(OtherRunError, match="peer a belongs to run 'test', not 'rum'; choose that run id, or"):
+                await settings_of(s.network, "rum", chosen="a")
+            assert await settings_of(s.network, "rum", chosen="a", ours=RUN) is None
+            transport = s.network.transport("observer")
+            with pytest.raises(OtherRunError):
+                await list_members(transport, s.network.directory("observer"), "rum", chosen="a")
 
     run_virtual(main)
 

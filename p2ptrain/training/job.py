@@ -127,6 +127,8 @@ def build_trainer(
         }
     )
     context = context_length(model)
+    if not hasattr(model, "context"):
+        say(f"--model {run.model}: has no attribute context; windows are {context} tokens")
     evaluated = config.eval_tokens or eval_tokens(run.model, context)
     if ranks.is_first:
         check_tokens("--eval-tokens", min(evaluated, len(corpus.held_out)), free_memory_bytes())

@@ -88,6 +88,15 @@ def test_a_founder_trains_and_prints_the_line_for_others(session: type[FakeNetwo
     assert [path.name for path in checkpoint.checkpoints(Path("p2ptrain-r"))] == ["checkpoint-2"]
 
 
+def test_it_is_said_that_a_model_without_a_context_has_short_windows(
+    session: type[FakeNetworkSession], tmp_path: Path
+) -> None:
+    factory = "def make(vocab_size):\n    return torch.nn.Embedding(vocab_size, vocab_size)\n"
+    (tmp_path / "without_context.py").write_text(f"import torch\n{factory}")
+    lines = _join(steps="1", model="without_context:make")
+    assert "--model without_context:make: has no attribute context; windows are 64 tokens" in lines
+
+
 def test_figures_for_prometheus_are_served_while_it_trains_and_not_after(session: type[FakeNetworkSession]) -> None:
     (line,) = (line for line in _join(steps="1", prometheus="0") if "Prometheus" in line)
     url = line.removeprefix("Prometheus metrics at ")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
@@ -50,10 +51,15 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
 }
 # The context of users' models without an attribute `context`, as short as the demo model's.
 DEFAULT_CONTEXT = 64
+# Tokens that a new model is tried on, at most: as long as the default context, so that a shorter table of positions
+# shows. Models of transformers say their context, and may be so large that each token takes time.
+TRIED_TOKENS, TRIED_TOKENS_OF_TRANSFORMERS = DEFAULT_CONTEXT, 8
+# In standard deviations of the logits: far above the rounding of fp32, and below what a token does (guess).
+CAUSAL_TOLERANCE = 1e-4
 
 
 def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Module:
-    """Build a model on the CPU. Raises ConfigError if it is unknown, or its factory breaks the rule below.
+    """Build a model on the CPU. Raises ConfigError if it is unknown, not causal, or its factory breaks the rule below.
 
     Args:
         name: a key of PRESETS; hf:NAME or hf:NAME:pretrained; or `package.module:factory`. The factory takes no
@@ -70,7 +76,9 @@ def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Modu
             shape = _shape(name, vocab_size, context)
             return GPT(shape) if isinstance(shape, GPTConfig) else Llama(shape)
         if hf.is_of_transformers(name):
-            return hf.build(name, vocab_size, context)
+            model = hf.build(name, vocab_size, context)
+            _check_model(name, model, vocab_size, TRIED_TOKENS_OF_TRANSFORMERS)
+            return model
         if context:
             raise ConfigError(
                 f"--context {context}: a model of your own says its longest sequence by its attribute context; leave "
@@ -160,21 +168,66 @@ def _build_users(name: str, vocab_size: int) -> nn.Module:
         model = factory(vocab_size=vocab_size) if takes_vocab_size else factory()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {name}: the factory returned {type(model).__name__}; it must be a torch.nn.Module")
-    _check_logits(name, model, vocab_size)
+    _check_model(name, model, vocab_size, TRIED_TOKENS)
     return model
 
 
-def _check_logits(name: str, model: nn.Module, vocab_size: int) -> None:
-    tokens = torch.zeros(1, min(8, context_length(model)), dtype=torch.int64)
-    training, given, wanted = model.training, tuple(tokens.shape), f"(batch, time, {vocab_size} or more)"
+def _check_model(name: str, model: nn.Module, vocab_size: int, most_tokens: int) -> None:
+    """Try the model on a short window, of which the last token is then changed.
+
+    Raises ConfigError unless it maps tokens to logits, no logits depend on later tokens, and it can be trained. Whether
+    they do is not known of a model that is on the meta device, or draws at random.
+    """
+    length = min(most_tokens, context_length(model))
+    tokens = (torch.arange(length) % 2)[None]  # (1, T)
+    changed = tokens.clone()
+    changed[0, -1] = length % 2
+    given, wanted = tuple(tokens.shape), f"(batch, time, {vocab_size} or more)"
     rule = f"it must map int64 tokens (batch, time) to logits {wanted}"
-    with _users_errors(f"--model {name}: failed on int64 tokens of shape {given}", rule), torch.no_grad():
-        logits = model.eval()(tokens)
-    model.train(training)
-    shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else ()
-    if shape[:-1] != given or shape[-1] < vocab_size:
-        got = shape or type(logits).__name__
-        raise ConfigError(f"--model {name}: tokens {given} gave {got}; it must return logits of shape {wanted}")
+    if not hasattr(model, "context"):
+        rule += f"; without an attribute context, windows are {DEFAULT_CONTEXT} tokens"
+    with _users_errors(f"--model {name}: failed on int64 tokens of shape {given}", rule), _tried(model):
+        first, again, other = results = [model(window) for window in (tokens, tokens, changed)]
+    for logits in results:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else ()
+        if shape[:-1] != given or shape[-1] < vocab_size:
+            got = shape or type(logits).__name__
+            raise ConfigError(f"--model {name}: tokens {given} gave {got}; it must return logits of shape {wanted}")
+    if not first.is_meta and _is_close(first, again) and not _is_close(first, other):
+        raise ConfigError(
+            f"--model {name}: its predictions depend on later tokens; it must be causal, for BERT-like models set "
+            f"is_decoder=True"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"--model {name}: the model has no parameter with requires_grad=True: there is nothing to train"
+        )
+
+
+def _is_close(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether two logits (1, T, V) are about the same, except at the last position."""
+    tolerance = CAUSAL_TOLERANCE * float(logits.float().std())
+    return torch.allclose(logits[:, :-1].float(), others[:, :-1].float(), rtol=0.0, atol=tolerance)
+
+
+@contextmanager
+def _tried(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients in the block. Modes and buffers are restored, but those of lazy modules."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(module, *named) for module, _ in modes for named in module.named_buffers(recurse=False)]
+    buffers = [(module, name, buffer) for module, name, buffer in buffers if not is_lazy(buffer)]
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer.clone())
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(modes[0][1])  # a module may do more in it than to note the mode
+        for module, training in modes:
+            module.training = training
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)
 
 
 @contextmanager

@@ -41,6 +41,17 @@ def test_from_its_configuration_a_model_has_the_seeds_weights(saved: Path) -> No
     assert count_parameters(name, vocab_size=98) == sum(p.numel() for p in first.parameters())
 
 
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_only_causal_models_are_trained(tmp_path: Path, is_decoder: bool) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    transformers.BertConfig(vocab_size=98, is_decoder=is_decoder, **shape).save_pretrained(tmp_path)
+    if is_decoder:
+        assert build(f"hf:{tmp_path}", vocab_size=98, seed=1).training
+        return
+    with pytest.raises(ConfigError, match=r"depend on later tokens; it must be causal, for BERT-like models set is_de"):
+        build(f"hf:{tmp_path}", vocab_size=98, seed=1)
+
+
 def test_pretrained_weights_are_those_of_the_directory(saved: Path) -> None:
     torch.manual_seed(3)
     ours = GPT(GPTConfig(vocab_size=98, layers=2, heads=2, width=16, context=12)).eval()

@@ -34,6 +34,33 @@ def sized(*, vocab_size):
 def small():
     return Bigram(50)
 
+class Peeking(Bigram):
+    def forward(self, tokens):
+        return self.table(tokens) + self.table(tokens.roll(-1, 1))
+
+class Noisy(Peeking):
+    def forward(self, tokens):
+        return torch.rand(()) * super().forward(tokens)
+
+class Short(Bigram):
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(32, 98)
+    def forward(self, tokens):
+        return self.table(tokens) + self.positions(torch.arange(tokens.shape[1]))
+
+class Counting(Bigram):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.dropout = nn.Dropout(0.5).eval()
+    def forward(self, tokens):
+        self.calls += 1
+        return self.dropout(self.table(tokens))
+
+def frozen():
+    return Bigram().requires_grad_(False)
+
 def number():
     return 5
 
@@ -123,15 +150,33 @@ def test_a_users_factory_may_ask_for_the_vocabulary(users_module: str) -> None:
         ("users_models:constant", "no function 'constant'"),
         ("users_models:number", "returned int; it must be a torch.nn.Module"),
         ("users_models:broken", "RuntimeError: no weights here"),
-        ("users_models:failing", r"failed on int64 tokens of shape \(1, 8\)"),
-        ("users_models:flat", r"gave \(1, 8\); it must return logits of shape \(batch, time, 98 or more\)"),
-        ("users_models:small", r"gave \(1, 8, 50\)"),
+        ("users_models:failing", r"failed on int64 tokens of shape \(1, 64\)"),
+        ("users_models:flat", r"gave \(1, 64\); it must return logits of shape \(batch, time, 98 or more\)"),
+        ("users_models:small", r"gave \(1, 64, 50\)"),
+        (
+            "users_models:Short",
+            r"of shape \(1, 64\) \(IndexError.*; without an attribute context, windows are 64 tokens",
+        ),
+        ("users_models:Peeking", "its predictions depend on later tokens; it must be causal"),
+        ("users_models:frozen", "the model has no parameter with requires_grad=True: there is nothing to train"),
     ],
 )
 def test_what_is_no_model_is_refused(name: str, message: str, users_module: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build(name, vocab_size=98, seed=0)
     assert f"--model {name}" in str(caught.value)
+
+
+def test_a_models_buffers_and_modes_are_as_its_factory_left_them(users_module: str) -> None:
+    model = build(f"{users_module}:Counting", vocab_size=98, seed=0)
+    assert (model.calls, model.training, model.dropout.training) == (0, True, False)
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_some_models_it_is_not_known_whether_they_are_causal(users_module: str) -> None:
+    build(f"{users_module}:Noisy", vocab_size=98, seed=0)
+    with torch.device("meta"):
+        build(f"{users_module}:Peeking", vocab_size=98, seed=0)
 
 
 def test_names_can_be_checked_without_building(users_module: str) -> None:

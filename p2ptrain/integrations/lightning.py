@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.integrations.position import set_position, state_or_nothing, wait_for_last_round
+from p2ptrain.integrations.position import set_position, state_or_nothing, wait_for_last_round, warn_of_schedulers
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.peer import Peer
 
@@ -96,6 +96,8 @@ class P2PCallback(Callback):
         self._samples = self._loss_steps = 0
         self._loss_sum = 0.0
         self._optimizer_steps = trainer.global_step
+        assert self.peer is not None
+        warn_of_schedulers((schedule.scheduler for schedule in trainer.lr_scheduler_configs), self.peer.run)
         self._follow_the_run(trainer)
 
     def on_train_batch_end(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.peer import Peer
+from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,17 @@ def set_position(scheduler: object, position: int) -> None:
     if isinstance(scheduler, LambdaLR) and scheduler.last_epoch != position:
         scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1})
         scheduler.step()
+
+
+def warn_of_schedulers(schedulers: Iterable[object], run: RunConfig) -> None:
+    """In a run with a length, name the schedulers that `set_position` leaves alone."""
+    others = {type(scheduler).__name__ for scheduler in schedulers if not isinstance(scheduler, LambdaLR)}
+    if run.total_steps and others:
+        logger.warning(
+            "%s does not follow the run, only LambdaLR does: a late joiner begins its schedule anew, and a peer that "
+            "takes more steps than others goes beyond its end, which some refuse",
+            ", ".join(sorted(others)),
+        )
 
 
 def state_or_nothing(peer: Peer | GroupPeer) -> dict[str, Any]:

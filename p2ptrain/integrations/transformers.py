@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.integrations.position import set_position, state_or_nothing, wait_for_last_round
+from p2ptrain.integrations.position import set_position, state_or_nothing, wait_for_last_round, warn_of_schedulers
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_tensors import plain_names
 from p2ptrain.peer.peer import Peer
@@ -59,15 +59,27 @@ class P2PCallback(TrainerCallback):
     ) -> None:
         """Restore a checkpoint.
 
-        Raises ConfigError if the Trainer's number of steps differs from the run's, or if the run was founded with other
-        weights than the checkpoint's, which has no state of a peer.
+        Raises ConfigError if the Trainer trains another model than the peer's, if its number of steps differs from the
+        run's, or if the run was founded with other weights than the checkpoint's, which has no state of a peer.
         """
+        if not self._peer.may_train(kwargs["model"]):
+            raise ConfigError(
+                "the Trainer trains another model than the one that joined the run, as with Trainer(model_init=…): "
+                "give Trainer the model that p2ptrain.join() got"
+            )
         length = self._peer.run.total_steps
         if length and state.max_steps != length:
             raise ConfigError(
                 f"the Trainer's length is {state.max_steps} steps, but run {self._peer.run.run_id!r} has {length}: "
                 f"give TrainingArguments(max_steps={length})"
             )
+        if length and args.load_best_model_at_end:
+            logger.warning(
+                "load_best_model_at_end=True: the run's last round replaces the best model after it was loaded; load "
+                "it from its checkpoint in %s instead",
+                args.output_dir,
+            )
+        warn_of_schedulers(filter(None, [kwargs["lr_scheduler"]]), self._peer.run)
         if state.global_step:
             self._resume(_checkpoint(args, state) / STATE_FILE, kwargs["model"])
         self._tokens_seen = state.num_input_tokens_seen

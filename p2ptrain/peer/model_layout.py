@@ -190,6 +190,14 @@ class ModelParts:
         self._seen = list(chain.from_iterable(self._held))
         self._frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
 
+    def may_be_in(self, model: torch.nn.Module) -> bool:
+        """Whether `model` has a parameter or its memory, or hides its own, as sharding wrappers do."""
+        ours = {*map(id, self.parameters), *(tensor.data_ptr() for tensor in self.tensors)}
+        return any(
+            type(p) is not torch.nn.Parameter or not p.numel() or not ours.isdisjoint((id(p), p.data_ptr()))
+            for p in model.parameters()
+        )
+
     def transfers(self) -> Transfers:
         """How an exchange moves the weights to and from host memory.
 

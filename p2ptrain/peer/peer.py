@@ -326,6 +326,10 @@ class Peer:
             relayed=node.links.relayed(),
         )
 
+    def may_train(self, model: torch.nn.Module) -> bool:
+        """Whether `model` is, contains or wraps the one that has joined. True if a wrapper hides its parameters."""
+        return self._parts.may_be_in(model)
+
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
         """The agreed weights of the last round: fp32 copies on the CPU by parameter name.
 

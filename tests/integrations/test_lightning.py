@@ -105,6 +105,20 @@ def test_the_trainer_ends_with_the_run_and_learns_by_its_position(
     assert peer.waited == (steps > 0)
 
 
+def test_a_schedule_that_cannot_follow_the_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def one_cycle() -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=LENGTH + 2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    model = module()
+    model.configure_optimizers = one_cycle
+    trainer(Join(Peer()), tmp_path).fit(model, batches(LENGTH))
+    assert "does not follow" not in caplog.text
+    trainer(Join(Peer(LENGTH)), tmp_path).fit(model, batches(LENGTH))
+    assert caplog.text.count("OneCycleLR does not follow the run, only LambdaLR does") == 1
+
+
 def test_another_length_than_the_runs_is_refused(tmp_path: Path) -> None:
     peer = Peer(9)
     with pytest.raises(ConfigError, match=r"give Trainer\(max_steps=9\)"):

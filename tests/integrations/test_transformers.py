@@ -133,6 +133,34 @@ def test_another_length_than_the_runs_is_refused(tmp_path: Path) -> None:
         trainer(Peer(9), tmp_path).train()
 
 
+def test_another_model_than_the_peers_is_refused(tmp_path: Path) -> None:
+    with Pair(model := GPT2LMHeadModel(CONFIG)) as pair:
+        run = trainer(pair.peers[0], tmp_path)  # with a model of its own
+        with pytest.raises(ConfigError, match=r"trains another model .* as with Trainer\(model_init=…\)"):
+            run.train()
+        state, wrapped = TrainerState(max_steps=pair.peers[0].run.total_steps), torch.nn.DataParallel(model)
+        P2PCallback(pair.peers[0]).on_train_begin(run.args, state, TrainerControl(), model=wrapped, lr_scheduler=None)
+
+
+@pytest.mark.parametrize(
+    ("length", "scheduler", "warned"),
+    [(8, "reduce_lr_on_plateau", True), (0, "reduce_lr_on_plateau", False), (8, "linear", False)],
+)
+def test_a_schedule_that_cannot_follow_the_run_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, length: int, scheduler: str, warned: bool
+) -> None:
+    trainer(Peer(length), tmp_path, lr_scheduler_type=scheduler, eval_strategy="epoch", save_strategy="no").train()
+    assert ("ReduceLROnPlateau does not follow the run, only LambdaLR does" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("length", [0, LENGTH])
+def test_a_best_model_that_the_last_round_replaces_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, length: int
+) -> None:
+    trainer(Peer(length), tmp_path, load_best_model_at_end=True, eval_strategy="steps", eval_steps=4).train()
+    assert ("the run's last round replaces the best model" in caplog.text) == (length > 0)
+
+
 @pytest.mark.parametrize("run_is_at", [0, 7])
 def test_a_checkpoint_holds_the_peers_part_and_the_further_one_counts(tmp_path: Path, run_is_at: int) -> None:
     before = Peer(LENGTH)

@@ -380,6 +380,17 @@ def test_what_is_not_trained_may_change_and_training_may_pause() -> None:
         parts.check_in_place()
 
 
+def test_another_model_is_told_from_one_with_the_same_parameters_or_with_hidden_ones() -> None:
+    model, shares, other = (nn.Linear(3, 3) for _ in range(3))
+    parts = ModelParts(model)
+    shares.weight = nn.Parameter(model.weight.detach())  # two parameters in one memory
+    for same in (model, nn.Sequential(model), nn.DataParallel(model), torch.compile(model), shares):
+        assert parts.may_be_in(same)
+    assert not parts.may_be_in(other)
+    other.weight.data = torch.empty(0)  # as between the steps of DeepSpeed's third stage
+    assert parts.may_be_in(other)
+
+
 def test_a_model_that_was_dropped_without_leaving_is_free_again() -> None:
     model = nn.Linear(3, 3)
     parts = ModelParts(model)

@@ -12,6 +12,8 @@ from p2ptrain.cli.options import NumberRange
 
 # Seconds between two lines on progress where no terminal can show a bar (guess).
 LINE_INTERVAL_S = 30.0
+# What the demo model is evaluated on by default, and the longest default context of models of transformers.
+FEW_HELD_OUT_TOKENS = 4096
 
 
 @click.group()
@@ -79,7 +81,13 @@ def prepare(
         )
     if prepared.empty:
         click.echo(f"{prepared.empty:,} documents without text were left out; the first is {prepared.first_empty}")
-    click.echo("\n".join(describe(out, check=False).lines()))
+    found = describe(out, check=False)
+    click.echo("\n".join(found.lines()))
+    if found.held_out_tokens < FEW_HELD_OUT_TOKENS:
+        click.echo(
+            f"warning: only {found.held_out_tokens:,} tokens are held out, and an evaluation needs at least a window; "
+            f"give a larger --held-out than {held_out} and another --out, or join with a short --context"
+        )
     click.echo(f"train on it with: p2ptrain join --data {out}")
 
 

@@ -299,6 +299,15 @@ def test_without_a_terminal_lines_say_what_is_done(tmp_path: Path, monkeypatch: 
     assert lines[-1] == f"train on it with: p2ptrain join --data {tmp_path / 'out'}"
 
 
+@pytest.mark.parametrize(("share", "few"), [("0.005", True), ("0.5", False)])
+def test_few_held_out_tokens_are_warned_of(share: str, few: bool, tmp_path: Path) -> None:
+    source = str(_write_lines(tmp_path / "records.jsonl"))
+    flags = ["--tokenizer", "bytes", "--out", str(tmp_path / "out"), "--jobs", "1", "--held-out", share]
+    done = CliRunner().invoke(cli, ["data", "prepare", source, *flags], catch_exceptions=False)
+    assert ("tokens are held out" in done.output) == few
+    assert (f"give a larger --held-out than {share} and another --out" in done.output) == few
+
+
 def test_several_processes_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         _write_lines(tmp_path / f"{number}.jsonl", TEXTS[100 * number : 100 * number + 100])

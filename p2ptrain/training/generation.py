@@ -85,19 +85,25 @@ def generate_text(
 
     Args:
         model: maps int64 tokens (1, T) to logits (1, T, V).
-        prompt: may be empty; if longer than the model's context, only its end is used.
+        prompt: may be empty, which begins a line; if longer than the model's context, only its end is used.
         temperature: 1 samples from the model's distribution; below GREEDY_BELOW, the likeliest token is taken.
         seed: seeds the sampling.
         top_p: sample only from the likeliest tokens that together have this probability.
+
+    Raises ConfigError if the prompt has no tokens, or the predictions are not finite.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     reader = _reader(model)
     (ids,) = tokenizer.encode([prompt or "\n"])
+    if not len(ids):
+        raise ConfigError(f"--prompt {prompt!r}: the model's tokenizer makes no tokens of it; give another text")
+    ids = ids[-context_length(model) :]
     tokens = torch.from_numpy(ids.astype("int64"))[None].to(device)  # (1, T)
-    written: list[int] = []
-    shown = ""
+    # With the prompt, as the text of the first token may begin with a space only after another one.
+    written: list[int] = ids.tolist()
+    shown = tokenizer.decode(written)
     for _ in range(length):
         logits = reader(tokens)[: tokenizer.vocab_size].float().cpu()
         if not torch.isfinite(logits.max()):

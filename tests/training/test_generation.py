@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Characters
 from p2ptrain.training.data.tokenizer import Bytes
+from p2ptrain.training.data.tokenizer_file import TokenizerFile
 from p2ptrain.training.generation import generate_text, load_model
 from p2ptrain.training.models import GPT, GPTConfig, Llama, LlamaConfig, build
 from tests.training.characters import VOCAB_SIZE, encode
@@ -162,6 +164,37 @@ class Dice(nn.Module):
 def test_top_p_keeps_the_fewest_tokens_of_that_probability(top_p: float, kept: int) -> None:
     texts = generate_text(Dice(), Characters(), "a", length=400, temperature=1.0, seed=1, top_p=top_p)
     assert len(set("".join(texts))) == kept
+
+
+def _metaspace() -> TokenizerFile:
+    """Words with the space before each in its token, as of SentencePiece."""
+    words = {"▁the": 0, "▁cat": 1, "▁sat": 2, "<unk>": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.normalizer = tokenizers.normalizers.Strip()
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    return TokenizerFile(made.to_str().encode(), "made")
+
+
+def test_the_space_between_prompt_and_text_is_kept() -> None:
+    class Next(nn.Module):
+        context = 4
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.zeros(1))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(*tokens.shape, 4).scatter(-1, (tokens + 1)[..., None], 9.0)
+
+    pieces = list(generate_text(Next(), _metaspace(), "the", length=2, temperature=0.0, seed=0))
+    assert pieces == [" cat", " sat", ""]
+
+
+@pytest.mark.parametrize("prompt", ["", "  "])
+def test_a_prompt_without_tokens_is_an_error(prompt: str) -> None:
+    texts = generate_text(Dice(), _metaspace(), prompt, length=2, temperature=0.0, seed=0)
+    with pytest.raises(ConfigError, match=f"--prompt '{prompt}': the model's tokenizer makes no tokens of it"):
+        next(texts)
 
 
 def test_characters_of_several_tokens_come_whole() -> None:

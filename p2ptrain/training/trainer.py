@@ -250,13 +250,13 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of rank 0. Ranks that did not exist then start with their own seeds.
+        """Continue from a `state_dict` of rank 0, with this trainer's seed: that of a copied state is another peer's.
 
         If the text has changed, a warning is logged and the new text is used: only the random windows depend on it.
         """
         self.optimizer.load_state_dict(state)
         rank, windows = self.ranks.rank, state["windows"]
-        self._windows.load_state_dict(windows if rank == 0 else {**windows, "seed": self._seed})
+        self._windows.load_state_dict({**windows, "seed": self._seed})
         if rank == 0 and self._data_digest and state.get("data") not in (None, "", self._data_digest):
             logger.warning(
                 "--data: is another text than that of the checkpoint; batch %d and all later ones come from the new "

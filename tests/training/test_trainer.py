@@ -137,7 +137,7 @@ def test_twenty_steps_are_ten_and_ten_more_bit_for_bit(dropout: float) -> None:
     first = _trainer(dropout=dropout)
     losses = [first.step(step)[0] for step in range(10)]
     weights, state = first.model.state_dict(), first.state_dict()
-    resumed = _trainer(seed=99, dropout=dropout)
+    resumed = _trainer(dropout=dropout)
     resumed.model.load_state_dict(weights)
     torch.manual_seed(12345)
     resumed.load_state_dict(state)
@@ -146,6 +146,18 @@ def test_twenty_steps_are_ten_and_ten_more_bit_for_bit(dropout: float) -> None:
     assert losses == expected
     for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_state_goes_on_with_the_seed_that_is_given() -> None:
+    first, copied, same = _trainer(), _trainer(seed=99), _trainer()
+    first.step(0)
+    for trainer in (copied, same):
+        trainer.model.load_state_dict(first.model.state_dict())
+        trainer.load_state_dict(first.state_dict())
+    expected = first.step(1)
+    assert same.step(1) == expected
+    assert copied.step(1) != expected
+    assert copied.state_dict()["windows"] == {"seed": 99, "position": 2}
 
 
 def test_replaced_data_is_reported_and_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,17 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 MADDR = "/ip4/192.168.7.7/tcp/4001/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
 LOOPBACK = "/ip4/127.0.0.1/tcp/4001/p2p/QmFake"
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """In this block no file can grow; writing one fails with "File too large"."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @dataclass(frozen=True)

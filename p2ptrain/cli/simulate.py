@@ -71,7 +71,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     from p2ptrain.simulation.plot import save_plot
     from p2ptrain.simulation.records import format_run_audits, format_table
     from p2ptrain.simulation.variants import progress_bars, simulate_variants
-    from p2ptrain.training.output_dir import check_writable
+    from p2ptrain.training.output_dir import check_writable, writing_to
 
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records
     logging.getLogger("p2ptrain.protocol.rounds.deciding.timeouts").setLevel(logging.ERROR)  # each peer would warn
@@ -80,12 +80,13 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
         check_writable(directory)
     with progress_bars(experiments) as on_progress:
         variants = simulate_variants(experiments, on_progress)
-    for variant, directory in zip(variants, directories, strict=True):
-        variant.write(directory)
-    save_plot(title, variants, out / "curves.png")
-    click.echo(format_table(variants))
+    click.echo(format_table(variants))  # first, as the disk may be full
     if any(variant.experiment.scheduled_events for variant in variants):
         click.echo(format_run_audits(variants))
+    with writing_to(out):
+        for variant, directory in zip(variants, directories, strict=True):
+            variant.write(directory)
+        save_plot(title, variants, out / "curves.png")
     click.echo(f"written to {out}: records, table.csv, schedule.csv, curves.png")
 
 
@@ -152,7 +153,7 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
         return
     require_extra("simulate", "p2ptrain reproduce")
     from p2ptrain.simulation.variants import progress_bars
-    from p2ptrain.training.output_dir import check_writable
+    from p2ptrain.training.output_dir import check_writable, writing_to
 
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records
     check_writable(out)
@@ -165,8 +166,9 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
         began_s = time.monotonic()
         with progress_bars([variant for _ in range(seeds) for variant in reproduction.variants]) as on_progress:
             outcome = experiments.run_reproduction(reproduction, range(seeds), on_progress)
-        experiments.write_outcome(outcome, out)
+        click.echo(f"{reproduction.name}: {experiments.format_outcome(outcome)}")  # first, as the disk may be full
         rows += experiments.claim_rows(outcome)
-        (out / "claims.md").write_text(experiments.as_markdown(rows), encoding="utf-8")
-        click.echo(f"{reproduction.name}: {experiments.format_outcome(outcome)}")
+        with writing_to(out):
+            experiments.write_outcome(outcome, out)
+            (out / "claims.md").write_text(experiments.as_markdown(rows), encoding="utf-8")
         click.echo(f"{time.monotonic() - began_s:.0f} s; written to {out / reproduction.name}\n")

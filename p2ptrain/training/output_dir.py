@@ -68,36 +68,37 @@ def has_run(out: str | None, run_id: str) -> bool:
 
 def make_directory(directory: Path) -> None:
     """Create a directory if it is missing. Raises ConfigError if that fails."""
-    try:
+    with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unusable(directory, error) from error
 
 
 def check_writable(directory: Path) -> None:
     """Create a directory if it is missing, and check that files can be written there. Raises ConfigError if not."""
     make_directory(directory)
+    with writing_to(directory), tempfile.TemporaryFile(dir=directory) as file:
+        file.write(b"1")  # fails on a full disk, where an empty file can still be made
+
+
+@contextmanager
+def writing_to(directory: Path) -> Iterator[None]:
+    """Raise ConfigError if this block, which writes files to `directory`, raises OSError."""
     try:
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        yield
     except OSError as error:
-        raise _unusable(directory, error) from error
+        if directory.is_file():
+            raise ConfigError(f"{directory} is a file; give a directory, or a name for a new one") from error
+        raise ConfigError(
+            f"directory {directory} cannot be used ({error.strerror}); give one that is writable"
+        ) from error
 
 
 def _lock(directory: Path) -> FileLock | None:
     """Acquire the directory's lock, which the caller releases. Returns None if another process holds it."""
     make_directory(directory)
     lock = FileLock(directory / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        return None
-    except OSError as error:
-        raise _unusable(directory, error) from error
+    with writing_to(directory):
+        try:
+            lock.acquire()
+        except Timeout:
+            return None
     return lock
-
-
-def _unusable(directory: Path, error: OSError) -> ConfigError:
-    if directory.is_file():
-        return ConfigError(f"{directory} is a file; give a directory, or a name for a new one")
-    return ConfigError(f"directory {directory} cannot be used ({error.strerror}); give one that is writable")

@@ -255,6 +255,15 @@ def test_a_mistake_is_one_line_and_status_2(
     assert message in line
 
 
+def test_a_simulation_that_cannot_be_written_prints_its_results_and_one_line() -> None:
+    Path("out/table.csv").mkdir(parents=True)
+    given = ["simulate", "--peers", "1", "--steps", "2", "--sync-every", "2", "--set", "batch_size=1", "--out", "out"]
+    done = CliRunner().invoke(cli, given)
+    assert "loss before" in done.stdout
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception) == "directory out cannot be used (Is a directory); give one that is writable"
+
+
 @pytest.mark.processes
 def test_an_unknown_variable_is_a_mistake_too() -> None:
     done = _run("config", "show", P2PTRAIN_SYNC_EVRY="5")

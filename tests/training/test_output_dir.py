@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.output_dir import claim_out
+from p2ptrain.training.output_dir import check_writable, claim_out
+from tests.fakes import full_disk
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +50,9 @@ def test_a_place_that_cannot_be_written_is_refused() -> None:
         pass
     with pytest.raises(ConfigError, match="file/in cannot be used"), claim_out("file/in", "run", joins=False):
         pass
+
+
+def test_a_full_disk_is_noticed_before_the_work() -> None:
+    check_writable(Path("out"))
+    with full_disk(), pytest.raises(ConfigError, match="directory out cannot be used"):
+        check_writable(Path("out"))

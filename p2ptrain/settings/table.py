@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.files import read_text
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
@@ -106,6 +106,7 @@ class Settings:
             RunMismatchError: the user gave a setting that differs from the adopted one.
         """
         if adopted is not None:
+            self._check_data(adopted)
             origins = {s.field_name: self.sources[s.name] for s in SETTINGS.values()}
             if not self.explicit("tokenizer"):
                 origins["tokenizer"] = f"{self.sources['data']} (its tokenizer)"
@@ -117,6 +118,16 @@ class Settings:
             return resolve_run({**defaults, **chosen, **self.explicit_run()}, None)
         except ConfigError as error:
             raise ConfigError(self._as_given(str(error))) from None
+
+    def _check_data(self, run: RunConfig) -> None:
+        """Raise RunMismatchError if a run trains on Python's own source and the user gave text, or the reverse."""
+        theirs = {
+            BUILTIN_DATA: "Python's own source; leave it out, or start a run with your own text under another --run-id",
+            "text": "text that every peer brings; give your own text",
+        }
+        if self.explicit("data") and run.data in theirs and self.explicit_run()["data"] != run.data:
+            given = f"{self.sources['data']} {self.values['data']}"
+            raise RunMismatchError(f"{given}: run {run.run_id!r} trains on {theirs[run.data]}")
 
     def _as_given(self, text: str) -> str:
         """A message with field names replaced by the flag, variable or key that the user gave, or could give."""

@@ -300,8 +300,10 @@ def test_only_what_was_given_is_compared_with_a_live_run() -> None:
     live = RunConfig(model="gpt-small", data="text", sync_every=5)
     assert merge({"batch_tokens": "1"}, {}).resolve_run(live) == live
     assert merge({"data": "my-texts"}, {}).resolve_run(live) == live
-    with pytest.raises(RunMismatchError, match="--data: you gave 'stdlib'"):
+    with pytest.raises(RunMismatchError, match="--data stdlib: run 'p2ptrain' trains on text that every peer brings"):
         merge({"data": "stdlib"}, {}).resolve_run(live)
+    with pytest.raises(RunMismatchError, match="P2PTRAIN_DATA my-texts: run 'p2ptrain' trains on Python's own source"):
+        merge({}, {"P2PTRAIN_DATA": "my-texts"}).resolve_run(dataclasses.replace(live, data="stdlib"))
     with pytest.raises(RunMismatchError, match=r"P2PTRAIN_SYNC_EVERY: you gave 6, .*5"):
         merge({}, {"P2PTRAIN_SYNC_EVERY": "6"}).resolve_run(live)
 

@@ -274,7 +274,7 @@ def test_a_run_on_peoples_own_text_asks_for_ours(session: type[FakeNetworkSessio
     (tmp_path / "text").write_text("some words " * 2000, encoding="utf-8")
     _join(initial_peers=MADDR, data="text")
     assert session.peer is not None
-    with pytest.raises(RunMismatchError, match=r"--data: you gave 'stdlib', but run 'r' trains with 'text'"):
+    with pytest.raises(RunMismatchError, match=r"--data stdlib: run 'r' trains on text that every peer brings; give"):
         _join(initial_peers=MADDR, data="stdlib", out="other")
 
 

@@ -143,13 +143,21 @@ def run_training(
         TransientError: the network side has ended, or the last checkpoint cannot be written.
     """
     saved_at: tuple[int, int] | None = None
+    failed_at: tuple[int, int] | None = None
 
-    def save() -> bool:
-        """Write a checkpoint, unless the newest one is of this step and round. Returns whether it is now."""
-        nonlocal saved_at
+    def save(if_not: str = "") -> bool:
+        """Write a checkpoint, unless one of this step and round was written, or failed. Returns whether it is there.
+
+        `if_not`: what the error says after its reason.
+        """
+        nonlocal saved_at, failed_at
         at = peer.run_step, peer.round
-        if at != saved_at and save_checkpoint(peer, trainer, out, is_closed=config.network.key is not None):
-            saved_at = at
+        if at not in (saved_at, failed_at):
+            try:
+                is_written = save_checkpoint(peer, trainer, out, if_not, is_closed=config.network.key is not None)
+                saved_at, failed_at = (at, failed_at) if is_written else (saved_at, at)
+            except TimeoutError as error:
+                logger.warning("no checkpoint was written now: %s", error)
         return saved_at == (peer.run_step, peer.round)
 
     try:
@@ -176,7 +184,7 @@ def _train(
     trainer: Trainer,
     config: PeerConfig,
     *,
-    save: Callable[[], bool],
+    save: Callable[[str], bool],
     stop: Callable[[], bool],
     on_progress: Callable[[TrainingProgress], None],
     on_sample_due: Callable[[], None],
@@ -202,7 +210,7 @@ def _train(
             on_progress(meter.summary())
             line_s = now()
         if now() - saved_s >= 60 * config.checkpoint_minutes:
-            save()
+            save("; training goes on without this checkpoint")
             saved_s = now()
     is_merged, last = peer.finished, None
     if not stop() and not peer.failure:
@@ -230,9 +238,10 @@ def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, inter
     why = "failed" if failure else "interrupted" if interrupted else "finished"
     peer.leave(why, landing=True)
     if not save():  # the last round may have landed meanwhile
+        start = "continues from the checkpoint before" if checkpoint.checkpoints(out) else "begins anew"
         return (
             f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}, for the reason above; mend "
-            "it, and run the same command again: it continues from the checkpoint before, or gets the swarm's state"
+            f"it, and run the same command again: it {start}, or gets the swarm's state if other peers train"
         )
     return f"cut off from the run: {failure}; run the same command again to continue from {out}" if failure else None
 
@@ -256,16 +265,16 @@ def _steps_to_the_end(
             peer.wait_finished(POLL_S)
 
 
-def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_closed: bool) -> bool:
-    """All ranks: write a checkpoint of model, trainer and peer, on rank 0. Returns False (logged) if that fails.
+def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, if_not: str, *, is_closed: bool) -> bool:
+    """All ranks: write a checkpoint of model, trainer and peer, on rank 0.
 
-    `is_closed`: whether the run has a key, without which it must not be continued.
+    Args:
+        if_not: what the error says after its reason.
+        is_closed: whether the run has a key, without which it must not be continued.
+
+    Returns False if it cannot be written, which is logged. Raises TimeoutError if the peer's state cannot be had now.
     """
-    try:
-        own = peer.state_dict()  # first, as it may land a round: the weights, the round and the anchor belong together
-    except TimeoutError as error:
-        logger.warning("no checkpoint was written now: %s", error)
-        return False
+    own = peer.state_dict()  # first, as it may land a round: the weights, the round and the anchor belong together
     info = {
         "run": peer.run.to_dict(),
         "is_closed": is_closed,
@@ -283,7 +292,7 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
             logger.info("wrote checkpoint %s", path)
             is_written = True
         except CheckpointError as error:
-            logger.error("%s; training goes on without this checkpoint", error)
+            logger.error("%s%s", error, if_not)
     return trainer.ranks.any(is_written)
 
 

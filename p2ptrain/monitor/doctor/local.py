@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
 import platform
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,7 @@ def read_machine(out: Path, *, gpu: bool) -> Machine:
         native=kernels.library() is not None,
         memory_bytes=free_memory_bytes(),
         disk_bytes=_disk_bytes(place),
-        writable=place.is_dir() and os.access(place, os.W_OK | os.X_OK),
+        writable=_is_writable(place),
         open_files=_open_files(),
         gpu=torch.cuda.get_device_name(0) if has_gpu else None,
         gpu_bytes=torch.cuda.mem_get_info(0)[0] if has_gpu else None,
@@ -94,6 +94,15 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def _is_writable(place: Path) -> bool:
+    # As root, `os.access` allows writing to /proc and to a file system that is mounted read-only.
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return True
+    except OSError:
+        return False
 
 
 def _disk_bytes(place: Path) -> int | None:

@@ -114,6 +114,8 @@ def test_this_machine_is_read(tmp_path: Path) -> None:
     assert machine.writable
     (tmp_path / "file").touch()
     assert not read_machine(tmp_path / "file", gpu=False).writable
+    assert not read_machine(Path("/proc/x"), gpu=False).writable
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_quick_look_returns_only_problems_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:

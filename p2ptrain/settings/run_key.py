@@ -118,8 +118,13 @@ def make_key_file(path: Path, secret: bytes) -> None:
     """Write a new key file that only its owner can read. Raises ConfigError, also if the file exists."""
     text = f"# The key of a closed p2ptrain run. Whoever has it can join the run.\n{key_text(RunKey(secret))}\n"
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            path.unlink()  # a part of a key would refuse the next attempt
+            raise
     except FileExistsError as error:
         raise ConfigError(f"{path} exists and is not changed; choose another file for the new key") from error
     except OSError as error:

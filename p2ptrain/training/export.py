@@ -47,18 +47,23 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise ConfigError(f"--out {out}: is not empty; give a new directory")
-        if isinstance(model, CausalLM):
-            _end_as(tokenizer, model)
-            model.lm.save_pretrained(out)  # type: ignore[operator]
-        else:
-            _write_json(out / "config.json", config)
-            save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-        _share_weights(out)
-        if tokenizer.identity != IDS:
-            # It must not add tokens around a text: the model was trained without them.
-            content = json.loads(as_file(tokenizer)) | {"post_processor": None}
-            (out / TOKENIZER_FILE).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-            _write_json(out / "tokenizer_config.json", _tokenizer_config(tokenizer, context_length(model)))
+        try:
+            if isinstance(model, CausalLM):
+                _end_as(tokenizer, model)
+                model.lm.save_pretrained(out)  # type: ignore[operator]
+            else:
+                _write_json(out / "config.json", config)
+                save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+            _share_weights(out)
+            if tokenizer.identity != IDS:
+                # It must not add tokens around a text: the model was trained without them.
+                content = json.loads(as_file(tokenizer)) | {"post_processor": None}
+                (out / TOKENIZER_FILE).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+                _write_json(out / "tokenizer_config.json", _tokenizer_config(tokenizer, context_length(model)))
+        except BaseException:
+            for path in out.iterdir():  # all ours; left there, they would refuse the next attempt
+                path.unlink()
+            raise
     except OSError as error:
         raise ConfigError(f"--out {error.filename or out}: cannot be written ({error.strerror})") from error
     except SafetensorError as error:  # a full disk

@@ -12,6 +12,7 @@ from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.run_key import PREFIX, RunKey, key_text, make_key_file, parse_key, read_key, without_secrets
 from p2ptrain.settings.table import merge
+from tests.fakes import full_disk
 
 KEY = RunKey(bytes(range(100, 132)))
 WORD = key_text(KEY)
@@ -40,6 +41,13 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and is not changed; choose another file"):
         make_key_file(path, KEY.secret)
     assert path.read_text(encoding="utf-8") == "mine"
+
+
+def test_a_full_disk_leaves_no_part_of_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    with full_disk(), pytest.raises(ConfigError, match="choose a file that can be written"):
+        make_key_file(path, KEY.secret)
+    make_key_file(path, KEY.secret)
 
 
 @pytest.mark.parametrize("index", range(len(WORD)))

@@ -20,6 +20,7 @@ from p2ptrain.training.data.tokenizer_file import TokenizerFile, as_file, train_
 from p2ptrain.training.export import export
 from p2ptrain.training.generation import load_model
 from p2ptrain.training.models import GPT, GPTConfig, Llama, LlamaConfig, build
+from tests.fakes import full_disk
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,6 +104,10 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(export_module, "save_file", fail)
     with pytest.raises(ConfigError, match=r"--out .*out: cannot be written \(.*No space left on device"):
         export(GPT(TINY_GPT), Characters(), tmp_path / "out")
+    monkeypatch.undo()
+    with full_disk(), pytest.raises(ConfigError, match=r"--out .*out: cannot be written"):
+        export(GPT(TINY_GPT), Characters(), tmp_path / "out")
+    export(GPT(TINY_GPT), Characters(), tmp_path / "out")
 
 
 def test_a_checkpoint_is_exported_with_its_runs_tokenizer(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MAX_HOSTS = 3
 # A longer name of a run is cut.
 MAX_NAME_CHARS = 40
+NO_PRIVATE = "no private address: 10.…, 172.16.… to 172.31.…, 192.168.… or 169.254.…"
 WIDTH_OF_FILES = 160
 NONE_FOUND = 1  # as grep, and as kubectl for a name that it does not find
 SPLIT = (
@@ -67,7 +68,7 @@ def find(as_json: bool) -> None:
     if closed:
         click.echo(f"closed runs: {count(closed, 'peer')} announced; ask their owners for a ticket", err=True)
     if not runs:
-        why = "runs in containers are announced only with --lan on" if hosts else "this machine has no private address"
+        why = "runs in containers are announced only with --lan on" if hosts else f"this machine has {NO_PRIVATE}"
         click.echo(f"no open run found on the local network ({why})", err=True)
         sys.exit(NONE_FOUND)
 
@@ -87,7 +88,11 @@ def choose_nearby(settings: Settings) -> Settings:
     run_id, out = str(settings.values["run_id"]), settings.values["out"]
     if has_run(None if out is None else str(out), run_id):
         return settings
-    if not lan.looks(network, in_container=False) or not (hosts := lan.hosts_of(network.host_maddrs)):
+    if not lan.looks(network, in_container=False):
+        return settings
+    if not (hosts := lan.hosts_of(network.host_maddrs)):
+        if network.lan != "auto":
+            click.echo(f"--lan {network.lan}: runs are not looked for, because this peer listens on {NO_PRIVATE}")
         return settings
     if not lan.looks(network, in_container=lan.in_container()):
         click.echo(

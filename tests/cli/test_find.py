@@ -120,6 +120,18 @@ def test_find_without_a_run_has_exit_status_1(network: list[Announcement], flags
     )
 
 
+def test_who_has_no_private_address_is_told_why_it_did_not_look(
+    network: list[Announcement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose(monkeypatch, host_maddrs="/ip4/127.0.0.1/tcp/0")[1] == ""
+    settings, said = choose(monkeypatch, host_maddrs="/ip4/127.0.0.1/tcp/0", lan="join")
+    assert joined(settings) == TO_NONE
+    assert said.startswith("--lan join: runs are not looked for, because this peer listens on no private address: 10.")
+    monkeypatch.setattr(lan, "hosts_of", lambda maddrs: [])
+    monkeypatch.setattr(lan, "look", lambda hosts: [])
+    assert "(this machine has no private address: 10." in run("find").stderr
+
+
 def test_a_command_of_find_names_no_code_of_the_announcer(network: list[Announcement]) -> None:
     network.append(dataclasses.replace(NOVELS, model="os:abort"))
     assert "--model" not in run("find").stdout

@@ -13,6 +13,7 @@ from p2ptrain.formatting import count, short_id
 from p2ptrain.monitor.doctor.finding import Finding, Mark, failed, ok, warning
 from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
 from p2ptrain.network.dial_back import DialBack
+from p2ptrain.network.lan import is_local
 from p2ptrain.network.probe import InitialPeer, Probe
 from p2ptrain.network.ways import Interface, Way
 from p2ptrain.protocol.membership.reachability import Scope, scope_of
@@ -39,6 +40,7 @@ class AddressKind(enum.Enum):
     PRIVATE = "private network"
     CARRIER = "carrier-grade NAT"
     LINK = "link-local"
+    RESERVED = "reserved range"
     PUBLIC = "public"
     NAME = "name"
     RELAYED = "through a relay"
@@ -59,6 +61,8 @@ def kind_of(maddr: str) -> AddressKind:
         return AddressKind.CARRIER
     if address.is_link_local:
         return AddressKind.LINK
+    if scope_of(maddr) is Scope.NETWORK and not is_local(host):
+        return AddressKind.RESERVED
     kinds = {Scope.MACHINE: AddressKind.LOOPBACK, Scope.NETWORK: AddressKind.PRIVATE, Scope.PUBLIC: AddressKind.PUBLIC}
     return kinds[scope_of(maddr)]
 

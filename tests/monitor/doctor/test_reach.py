@@ -45,6 +45,7 @@ OTHER = InitialPeer("QmPeer123456", ["/ip4/192.168.1.7/tcp/4001/p2p/QmPeer123456
         ("/ip4/100.64.3.4/tcp/1", AddressKind.CARRIER),
         ("/ip6/fe80::1/tcp/1", AddressKind.LINK),
         ("/ip4/169.254.1.1/tcp/1", AddressKind.LINK),
+        ("/ip4/192.0.2.2/tcp/1", AddressKind.RESERVED),
         (PUBLIC, AddressKind.PUBLIC),
         ("/ip6/2a00:1450::1/tcp/1", AddressKind.PUBLIC),
         ("/dns4/example.org/tcp/1", AddressKind.NAME),

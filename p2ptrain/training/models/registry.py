@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -232,8 +236,12 @@ def _tried(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _users_errors(what: str, rule: str) -> Iterator[None]:
-    """Raise ConfigError for any exception of the user's own code."""
+    """Raise ConfigError for any exception of the user's own code. It names the last line there that was running."""
     try:
         yield
     except Exception as error:
-        raise ConfigError(f"{what} ({type(error).__name__}: {error}); {rule}") from error
+        paths, package = sysconfig.get_paths(), Path(__file__).parents[2]
+        others = ("<", f"{package}{os.sep}", *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+        lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(others)]
+        place = f" at {os.path.relpath(lines[-1].filename)}:{lines[-1].lineno}" if lines else ""
+        raise ConfigError(f"{what}{place} ({type(error).__name__}: {error}); {rule}") from error

@@ -70,6 +70,13 @@ def broken():
 def failing():
     return nn.Linear(3, 3)
 
+class Unequal(Bigram):
+    def forward(self, tokens):
+        return super().forward(tokens) @ self.table.weight[:3]
+
+def unequal():
+    return Unequal()
+
 def flat():
     return nn.Flatten()
 
@@ -149,13 +156,14 @@ def test_a_users_factory_may_ask_for_the_vocabulary(users_module: str) -> None:
         ("users_models:plan", r"no function 'plan'; did you mean plain\?"),
         ("users_models:constant", "no function 'constant'"),
         ("users_models:number", "returned int; it must be a torch.nn.Module"),
-        ("users_models:broken", "RuntimeError: no weights here"),
-        ("users_models:failing", r"failed on int64 tokens of shape \(1, 64\)"),
+        ("users_models:broken", r"the factory failed at users_models.py:27 \(RuntimeError: no weights here\)"),
+        ("users_models:failing", r"failed on int64 tokens of shape \(1, 64\) \(RuntimeError"),
+        ("users_models:unequal", r"failed on int64 tokens of shape \(1, 64\) at users_models.py:34 \(Runtime"),
         ("users_models:flat", r"gave \(1, 64\); it must return logits of shape \(batch, time, 98 or more\)"),
         ("users_models:small", r"gave \(1, 64, 50\)"),
         (
             "users_models:Short",
-            r"of shape \(1, 64\) \(IndexError.*; without an attribute context, windows are 64 tokens",
+            r"of shape \(1, 64\) .*\(IndexError.*; without an attribute context, windows are 64 tokens",
         ),
         ("users_models:Peeking", "its predictions depend on later tokens; it must be causal"),
         ("users_models:frozen", "the model has no parameter with requires_grad=True: there is nothing to train"),

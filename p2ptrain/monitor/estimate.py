@@ -247,17 +247,19 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
     is_too_frequent = found.share > allowed_share(sections)
     if not is_too_frequent:
         yield f"H = {run.sync_every} suits this link: {event} takes at most {share} of its interval from {steps} on"
+    ways = list[str]()
     for option, changed_run in _alternatives(run, link):
         other = estimate_run(changed_run, params, link)
         if other.round_s < NOTABLY * found.round_s:
-            yield (
+            ways.append(
                 f"with {option} {event} takes {seconds(other.round_s)} instead of "
                 f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s, sections)} is "
                 "enough"
             )
     if is_too_frequent:
-        yield from _sections_advice(run, params, link, found)
-        yield f"give --sync-every {steps} or more: {event} then takes at most {share} of its interval"
+        ways += _sections_advice(run, params, link, found)
+        ways.append(f"give --sync-every {steps} or more: {event} then takes at most {share} of its interval")
+    yield from (f"or {way}" if number and is_too_frequent else way for number, way in enumerate(ways))
     is_too_large = found.fragment_bytes > MAX_PAYLOAD_BYTES
     slower_bytes_s, slower = _slower(link)
     if is_too_large or found.gossip_bytes_s > SHARE_OF_LINK * slower_bytes_s:

@@ -27,7 +27,7 @@ def unusual(run: RunConfig) -> Iterator[str]:
         shorter = max(1, steps // 10)
         yield (
             f"{steps:,} steps with H = {sync_every:,} make {rounds:.1f} rounds: give "
-            f"--sync-every {shorter} or less, or more --steps"
+            f"--sync-every {_at_most(shorter)}, or more --steps"
         )
     if run.round_codec == "topk" and run.inner_optimizer == "muon":
         yield "with Muon inside, topk learns less than int4 and int2: give --round-codec int4"
@@ -35,8 +35,12 @@ def unusual(run: RunConfig) -> Iterator[str]:
         shorter = max(1, steps // FEWEST_TOPK_ROUNDS)
         yield (
             f"topk may learn less than int2 with fewer than about {FEWEST_TOPK_ROUNDS} rounds, and this run has "
-            f"{steps // sync_every}: give --sync-every {shorter} or less, or --round-codec int2"
+            f"{steps // sync_every}: give --sync-every {_at_most(shorter)}, or --round-codec int2"
         )
     if run.lr > HIGHEST_LR:
         usual = model_defaults(run.model).lr
         yield f"the learning rate {run.lr:g} is above {HIGHEST_LR}, too high for AdamW: give --lr {usual:g} or less"
+
+
+def _at_most(number: int) -> str:
+    return f"{number} or less" if number > 1 else "1"

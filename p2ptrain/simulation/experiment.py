@@ -18,8 +18,10 @@ from p2ptrain.settings.setting import POSITIVE, Rule, as_float, check, check_set
 from p2ptrain.settings.table import did_you_mean, read_toml
 from p2ptrain.simulation.schedule import KINDS, RandomFault, ScheduledEvent, check_schedule
 
-# Settings of a run that a simulation does not use, or chooses itself.
-_NOT_OURS = {"run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data"}
+# Settings of a run that a simulation takes; it does not use the others, or chooses them itself.
+OF_RUN = {field.name for field in dataclasses.fields(RunConfig)} - {
+    "run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data",
+}  # fmt: skip
 # The demo model, with settings tuned by simulation.
 _RUN_DEFAULTS: dict[str, Any] = {"model": "gpt-demo", "fragment_fraction": 0.02, "sync_every": 100}
 
@@ -90,7 +92,6 @@ class Experiment:
         Raises ConfigError for an unknown name or a bad value.
         """
         own = {field.name: field for field in dataclasses.fields(cls) if field.name != "run"}
-        of_run = {field.name for field in dataclasses.fields(RunConfig)} - _NOT_OURS
         values: dict[str, Any] = {}
         run: dict[str, Any] = {**_RUN_DEFAULTS, "run_id": "simulation", "data": "stdlib"}
         for name, value in settings.items():
@@ -98,10 +99,10 @@ class Experiment:
                 run["total_steps"] = value
             elif name in own:
                 values[name] = _converted(name, value, own[name].default)
-            elif name in of_run:
+            elif name in OF_RUN:
                 run[name] = value
             else:
-                raise ConfigError(f"unknown setting {name!r}; {did_you_mean(name, {'steps', *own, *of_run})}")
+                raise ConfigError(f"unknown setting {name!r}; {did_you_mean(name, {'steps', *own, *OF_RUN})}")
         run["run_seed"] = values.get("seed", 0)
         run["data"] = "stdlib" if values.get("data", "stdlib") == "stdlib" else "text"
         return cls(run=resolve_run(run, None), **values)

@@ -27,6 +27,10 @@ def test_no_model_and_no_preset_is_unusual_by_its_defaults() -> None:
             "20,000 steps with H = 8,000 make 2.5 rounds: give --sync-every 2000 or less, or more --steps",
         ),
         (
+            {"steps": "10", "warmup_steps": "1"},
+            "10 steps with H = 500 make 0.0 rounds: give --sync-every 1, or more --steps",
+        ),
+        (
             {"round_codec": "topk", "sync_every": "401"},
             "topk may learn less than int2 with fewer than about 50 rounds, and this run has 49: give --sync-every 400 "
             "or less, or --round-codec int2",

@@ -89,6 +89,16 @@ def test_a_model_that_has_changed_since_its_checkpoint_is_an_error(tmp_path: Pat
         load_model(tmp_path)
 
 
+def test_a_users_model_that_is_not_here_is_named_with_its_checkpoint(tmp_path: Path) -> None:
+    info = {"run": RunConfig(model="not_here.models:bigram").to_dict()}
+    checkpoint.save(tmp_path, checkpoint.Checkpoint(1, info, {"model": {}}))
+    wanted = (
+        r"^the checkpoint in .* was made with not_here\.models:bigram: run this in the directory that holds not_here, "
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        load_model(tmp_path)
+
+
 def test_where_nothing_was_trained_there_is_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none: no such directory; `p2ptrain join` writes checkpoints"):
         load_model(tmp_path / "none")

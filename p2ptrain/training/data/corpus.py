@@ -9,9 +9,10 @@ or more than 20 % of all tokens, as with few files, the text is split in the sam
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.formatting import count
 from p2ptrain.settings.files import open_file
 from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
 from p2ptrain.training.memory import check_text
+
+logger = logging.getLogger(__name__)
 
 # 5 % is a common share; nothing here depends on it being large.
 HELD_OUT_ONE_IN = 20
@@ -31,6 +35,7 @@ HELD_OUT_SHARE = 0.01, 0.2
 BLOCK_TOKENS = 4096
 # Bytes in which a zero byte means that a file is not text, as in git.
 _LOOKED_AT_BYTES = 8192
+_REPLACED = "\N{REPLACEMENT CHARACTER}"  # for bytes that are not UTF-8
 # A default run (2000 steps of 256 characters) sees an eighth of it; more would only take longer to load.
 STDLIB_BYTES = 4 * 2**20
 # Tests, tables, installed packages, and modules that only some installations have.
@@ -118,11 +123,11 @@ def read_texts(source: str) -> TextFiles:
     Raises ConfigError if the text is missing, empty, unreadable or binary.
     """
     if source == "stdlib":
-        return TextFiles(source, list(_stdlib_files()))
+        return TextFiles(source, _texts(source, _stdlib_files()))
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            files = list(_text_files(path))
+            files = _texts(source, _text_files(path))
             if not files:
                 raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
             return TextFiles(source, files)
@@ -137,7 +142,7 @@ def read_texts(source: str) -> TextFiles:
         raise ConfigError(
             f"--data {source}: holds zero bytes, so it is not text; give UTF-8 text, or token files (.bin)"
         )
-    return TextFiles(source, [(path.name, _text(content))])
+    return TextFiles(source, _texts(source, [(path.name, content)]))
 
 
 def _checked(training: NDArray[Any], held_out: NDArray[Any], tokenizer: Tokenizer, source: str) -> Corpus:
@@ -154,7 +159,7 @@ def _checked(training: NDArray[Any], held_out: NDArray[Any], tokenizer: Tokenize
     return Corpus(training, held_out, digest.hexdigest())
 
 
-def _stdlib_files() -> Iterator[tuple[str, str]]:
+def _stdlib_files() -> Iterator[tuple[str, bytes]]:
     """Modules of Python's standard library in the order of their paths; up to STDLIB_BYTES, by the hash of the path."""
     root = Path(sysconfig.get_path("stdlib"))
     # The two names that are left out are written for each installation.
@@ -173,10 +178,10 @@ def _stdlib_files() -> Iterator[tuple[str, str]]:
         too_few = f"{root} holds only {size_bytes} bytes of Python's own source"
         raise ConfigError(f"--data stdlib: {too_few}; give text with --data FILE")
     for name, path in sorted(chosen):
-        yield name, _text(path.read_bytes())
+        yield name, path.read_bytes()
 
 
-def _text_files(root: Path) -> Iterator[tuple[str, str]]:
+def _text_files(root: Path) -> Iterator[tuple[str, bytes]]:
     size_bytes, free_bytes = 0, free_memory_bytes()
     for name, path in sorted(_walk(root)):
         with path.open("rb") as file:
@@ -186,7 +191,7 @@ def _text_files(root: Path) -> Iterator[tuple[str, str]]:
             size_bytes += path.stat().st_size
             check_text(str(root), size_bytes, free_bytes)
             content = start + file.read()
-        yield name, _text(content)
+        yield name, content
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
@@ -203,8 +208,26 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[s
                 yield path.relative_to(root).as_posix(), path
 
 
-def _text(content: bytes) -> str:
-    return content.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
+def _texts(source: str, files: Iterable[tuple[str, bytes]]) -> list[tuple[str, str]]:
+    """Decode files. Logs a warning if some of them are not UTF-8."""
+    texts, places = [], dict[str, int]()
+    for name, content in files:
+        text = content.decode("utf-8-sig", errors="replace")
+        if wrong := text.count(_REPLACED) - content.count(_REPLACED.encode()):
+            places[name] = wrong
+        texts.append((name, text.replace("\r\n", "\n")))
+    if places:
+        where = next(iter(places)) + (f" and {count(len(places) - 1, 'other file')}" if len(places) > 1 else "")
+        wrong = sum(places.values())
+        logger.warning(
+            "warning: --data %s: %s in %s %s not UTF-8, and read as %s; convert the text, such as with iconv",
+            source,
+            count(wrong, "place"),
+            where,
+            "is" if wrong == 1 else "are",
+            _REPLACED,
+        )
+    return texts
 
 
 def _is_binary(content: bytes) -> bool:

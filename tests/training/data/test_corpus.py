@@ -100,6 +100,21 @@ def test_a_byte_order_mark_is_not_trained_on(tmp_path: Path) -> None:
         assert set(decode([*corpus.training.tolist(), *corpus.held_out.tolist()])) == {"a", "b", "\n"}
 
 
+def test_text_that_is_not_utf_8_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_bytes("caf\N{REPLACEMENT CHARACTER}\n".encode() * BLOCK_TOKENS)
+    (tmp_path / "b.txt").write_bytes("café crème\n".encode("latin-1") * BLOCK_TOKENS)
+    load_corpus(str(tmp_path / "a.txt"), Characters())
+    assert caplog.messages == []
+    load_corpus(str(tmp_path / "b.txt"), Characters())
+    load_corpus(str(tmp_path), Characters())
+    one, folder = caplog.messages
+    assert f"b.txt: {2 * BLOCK_TOKENS:,} places in b.txt are not UTF-8, and read as \N{REPLACEMENT CHARACTER};" in one
+    assert f"{tmp_path}: {2 * BLOCK_TOKENS:,} places in b.txt are not" in folder
+    (tmp_path / "c.txt").write_bytes(b"\xe9")
+    load_corpus(str(tmp_path), Characters())
+    assert f"{2 * BLOCK_TOKENS + 1:,} places in b.txt and 1 other file are not" in caplog.messages[-1]
+
+
 def test_binary_and_hidden_files_of_a_directory_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 3 * BLOCK_TOKENS, encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\0" * 9999)

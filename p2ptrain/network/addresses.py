@@ -74,9 +74,10 @@ def check_host_maddrs(maddrs: Iterable[str]) -> None:
     for text in maddrs:
         maddr = _parse("--host-maddrs", text, HOST_EXAMPLE)
         names = [protocol.name for protocol in maddr.protocols()]
-        if names[0] not in ("ip4", "ip6") or len(names) < 2 or names[-1] == "p2p":
+        has_transport = names[1:2] == ["tcp"] or names[1:3] == ["udp", "quic-v1"]  # those that p2pd has
+        if names[0] not in ("ip4", "ip6") or not has_transport or names[-1] == "p2p":
             raise ConfigError(
-                f"--host-maddrs {text!r} must be an IP address and a port to listen on, such as {HOST_EXAMPLE}"
+                f"--host-maddrs {text!r} must be an IP address and a port of /tcp to listen on, such as {HOST_EXAMPLE}"
             )
         try:
             _try_to_listen(maddr)

@@ -152,6 +152,10 @@ def _read_file(name: str) -> list[str]:
     try:
         lines = read_text(path).splitlines()
     except FileNotFoundError as error:
+        if name == "lan":  # as `p2ptrain.join` takes it
+            raise ConfigError(
+                "--initial-peers lan: to join a run on the local network, give --lan join instead"
+            ) from error
         raise ConfigError(
             f"ticket or --initial-peers {name}: no such file, and not a ticket or an address; an address looks like "
             f"{EXAMPLE}"

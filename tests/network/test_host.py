@@ -79,7 +79,11 @@ def listener() -> Iterator[int]:
         ),
         ({"initial_peers": ("",)}, ["'' is not a multiaddr"]),
         ({"host_maddrs": ("0.0.0.0",)}, ["--host-maddrs '0.0.0.0' is not a multiaddr"]),
-        ({"host_maddrs": ("/ip4/0.0.0.0",)}, ["--host-maddrs '/ip4/0.0.0.0'", "must be an IP address and a port"]),
+        (
+            {"host_maddrs": ("/ip4/0.0.0.0",)},
+            ["--host-maddrs '/ip4/0.0.0.0'", "must be an IP address and a port of /tcp"],
+        ),
+        ({"host_maddrs": ("/ip4/127.0.0.1/udp/0",)}, ["--host-maddrs '/", "must be an IP address and a port of /tcp"]),
         ({"host_maddrs": ("/dns4/localhost/tcp/0",)}, ["--host-maddrs '/", "must be an IP address"]),
         ({"host_maddrs": (f"/ip4/0.0.0.0/tcp/0/p2p/{STRANGER}",)}, ["--host-maddrs '/", "must be an IP address"]),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import socket
 
@@ -42,6 +43,20 @@ def test_a_run_that_is_not_found_is_started_with_a_warning(
         peer = p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers=initial_peers, resume=resume)
     assert [record.getMessage() for record in caplog.records] == warnings
     assert getattr(peer, "founded", None) == (live is None or live.run_id == "y")
+
+
+@pytest.mark.parametrize(("run_id", "sync_every", "length"), [("x", 7, 1000), ("y", RunConfig.sync_every, 0)])
+def test_who_comes_back_alone_goes_on_with_the_settings_of_the_run(
+    run_id: str, sync_every: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in its state. Another name is another run, which starts from that state."""
+    monkeypatch.setattr("p2ptrain.api.NetworkSession", type("NetworkSession", (FakeNetworkSession,), {"live": None}))
+    saved = RunConfig(run_id="x", sync_every=7, total_steps=1000)
+    state = {"step": 3, "run": json.dumps(saved.stated())}
+    run = p2ptrain.join(nn.Linear(2, 2), run_id=run_id, initial_peers=[MADDR], resume=state).run
+    assert (run.run_id, run.sync_every, run.total_steps) == (run_id, sync_every, length)
+    with pytest.raises(ConfigError, match="sync_every: you gave 8, but run 'x' trains with 7"):
+        p2ptrain.join(nn.Linear(2, 2), run_id="x", resume=state, diloco=p2ptrain.DiLoCo(sync_every=8))
 
 
 def test_what_a_joiner_gives_need_not_go_together_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

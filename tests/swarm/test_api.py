@@ -247,7 +247,9 @@ def test_a_network_side_that_fails_is_restarted_and_says_so(tmp_path: Path) -> N
     assert reasons[1] in ("adopted the swarm's state", "the swarm has the checkpoint's state")
 
 
-def test_a_state_is_taken_up_again_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_taken_up_again_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def land_late(*args: Any, **kwargs: Any) -> None:
         await trio.sleep(0.2)  # the head is the restored one already
         await land_state(*args, **kwargs)
@@ -260,6 +262,17 @@ def test_a_state_is_taken_up_again_after_a_restart(monkeypatch: pytest.MonkeyPat
         assert not peer.load_state_dict(fresh)
     with p2ptrain.join(model, diloco=DILOCO, resume=saved, **RUN) as peer:
         assert (peer.anchor_hash, peer.run_step, peer.round) == (anchor, run_step, round_)
+    assert "differ from those of the state" not in caplog.text
+    other = cnn(9)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.neg_()
+    with p2ptrain.join(other, resume=saved, **RUN) as peer:
+        assert peer.run.sync_every == DILOCO.sync_every
+    assert "the model's weights differ from those of the state to resume from by" in caplog.text
+    with p2ptrain.join(model, diloco=p2ptrain.DiLoCo(sync_every=21), **RUN) as peer:
+        assert peer.load_state_dict(saved)
+    assert "other settings than this one: sync_every = 21 (was 20)" in caplog.text
     with p2ptrain.join(model, diloco=DILOCO, **RUN) as peer:
         assert peer.load_state_dict(saved)
         assert (peer.anchor_hash, peer.run_step, peer.round) == (anchor, run_step, round_)

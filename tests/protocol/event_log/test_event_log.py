@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import WireError
+from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.protocol.event_log.downsampling import coalesce
 from p2ptrain.protocol.event_log.event_log import MOST, EventLog, RateLimit
 from p2ptrain.protocol.event_log.events import KINDS, MAX_PAGE_BYTES, Event, parse_page
@@ -86,6 +87,21 @@ def test_steps_are_folded_and_add_up() -> None:
         "exchange_s": 0.001, "steps": 20,
     }  # fmt: skip
     assert [event["step"] for event in rest] == [40, 60, 80, 100]
+
+
+def test_a_fold_of_steps_ends_at_an_evaluation() -> None:
+    """Who computes a speed leaves out the time of evaluations."""
+    book, peer = Book(), PeerView(1)
+    peer.state = PeerState.TRAINING
+    for n in range(1, 101):
+        book.step(n)
+        if n % 7 == 0:
+            book.clock.now += 5.0
+            book.event_log.write("eval", step=n, loss=2.0)
+        book.clock.now += 0.1
+    for event in book.read():
+        peer.apply(event)
+    assert peer.tokens_per_s == pytest.approx(2560, rel=0.2)
 
 
 def test_steps_are_told_also_after_the_clock_was_set_back() -> None:

@@ -60,6 +60,17 @@ def test_a_directory_is_split_by_file(tmp_path: Path) -> None:
     assert {39, 67, 70} <= held_out
 
 
+@pytest.mark.parametrize("large", ["text.txt", "input.txt"])
+def test_a_directory_with_one_large_file_is_split_by_block(large: str, tmp_path: Path) -> None:
+    """By their names the first would be held out and the small file trained on, and the second the other way round."""
+    small = {"text.txt": "README.md", "input.txt": "clean.md"}[large]
+    (tmp_path / large).write_text("a" * 100 * BLOCK_TOKENS)
+    (tmp_path / small).write_text("b" * 400)
+    corpus = load_corpus(str(tmp_path), Characters())
+    assert 0.01 < len(corpus.held_out) / (100 * BLOCK_TOKENS) < 0.1
+    assert len(corpus.training) > 90 * BLOCK_TOKENS
+
+
 def test_a_file_is_held_out_whatever_else_there_is(tmp_path: Path) -> None:
     _numbered_files(tmp_path / "some", range(200))
     _numbered_files(tmp_path / "more", range(400))

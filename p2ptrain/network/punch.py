@@ -6,9 +6,9 @@ both, and tells both to dial at one moment (`relay.Relay`). The messages are tho
 
 Packets that cross make a TCP connection without a listening end (RFC 9293, simultaneous open). Two p2pds would then
 both be the client of the handshake, which fails. So only the peer that asks has its p2pd dial. The asked one dials
-here, and passes all bytes on to its own p2pd, which sees a connection that it has accepted. It is the asking one whose
-p2pd may be dialling the other already, from the same port, as libp2p's DHT names addresses; or may have done so in vain
-just now, and refuse to for some seconds.
+here, and passes all bytes on to its own p2pd, which sees a connection that it has accepted. If its machine has a public
+address, it dials from a port of its own choice, which it tells the other. The other's p2pd may have dialled the port on
+which we listen in vain, as libp2p's DHT names it: then it refuses to for some seconds, and Linux routers drop answers.
 
 It works between routers that give a machine one outer port for all destinations, as most home routers do. Otherwise
 each peer dials a port that the other's router does not open, both dials end after 4 s, and the peers use the relay.
@@ -30,7 +30,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
-from p2ptrain.network.addresses import peer_id_bytes
+from p2ptrain.network.addresses import peer_id_bytes, port_of
 from p2ptrain.network.daemon import Connections, dial, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
 from p2ptrain.network.socket_stream import LINGER_S, Service, SocketStream, receive_message, send_message
@@ -83,6 +83,29 @@ def peer_at(peer_id: str, outer: Outer) -> Peer:
     """A peer with its outer address, for a message."""
     host, port = outer
     return Peer(id=peer_id_bytes(peer_id), addrs=[Multiaddr(f"/ip4/{host}/tcp/{port}").to_bytes()])
+
+
+def agreed(peer_id: str, port: int | None) -> StopMessage:
+    """A peer's answer that it dials, from the port that it names, if any, and else from where its relay sees it."""
+    message = StopMessage(type=StopMessage.STATUS, status=Status.OK)
+    if port is not None:
+        message.peer.CopyFrom(Peer(id=peer_id_bytes(peer_id), addrs=[Multiaddr(f"/tcp/{port}").to_bytes()]))
+    return message
+
+
+def dials_from(answer: StopMessage, seen: Outer) -> Outer:
+    """From where a peer that gave this answer dials: `seen` is where its relay sees it."""
+    with contextlib.suppress(Exception):  # the parser raises many types
+        if port := port_of(Multiaddr(answer.peer.addrs[0])):
+            return seen[0], port
+    return seen
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as trial:
+        trial.bind(("", 0))
+        return int(trial.getsockname()[1])
 
 
 def read_peer(peer: Peer) -> tuple[str, Outer]:
@@ -140,8 +163,8 @@ class End(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def joined(listening: Outer, outer: Outer) -> AsyncIterator[End]:
-    """Connect to an outer address from the port on which p2pd listens, and join that connection to one to p2pd.
+async def joined(listening: Outer, outer: Outer, port: int | None = None) -> AsyncIterator[End]:
+    """Connect to an outer address from the port on which p2pd listens, or another one, and join that to one to p2pd.
 
     If the block ends without an error, both last until one of them is closed; otherwise both are aborted. Raises
     PeerLostError.
@@ -152,7 +175,7 @@ async def joined(listening: Outer, outer: Outer) -> AsyncIterator[End]:
             try:
                 for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as p2pd does
                     dialled.setsockopt(socket.SOL_SOCKET, option, 1)
-                dialled.bind(("", listening[1]))
+                dialled.bind(("", port or listening[1]))
                 ends = []
                 for unconnected, to in ((dialled, outer), (local, listening)):
                     unconnected.setblocking(False)
@@ -249,12 +272,16 @@ class Puncher:
         maddrs: Callable[[], Iterable[str]],
         relays: Callable[[], Collection[str]],
         refusal: Refusal,
+        *,
+        has_public: bool = False,
     ) -> None:
         """
         Args:
             maddrs: returns our own addresses.
             relays: returns the relays at which we have a reservation; they may ask us to dial.
+            has_public: whether this machine has a public address, so that others see its ports as they are.
         """
+        self._has_public = has_public
         self.service = Service("dialling a peer at the same time", MAX_AT_ONCE)
         self._control_path = control_path
         self._peer_id = peer_id
@@ -284,16 +311,17 @@ class Puncher:
             if is_connected or not self._agrees(relay.remote, peer_id, budget):
                 await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
                 return
+        port = free_port() if self._has_public else None
         done = self._asked[peer_id] = trio.Event()
         try:
             with budget.place():
                 with trio.fail_after(ASK_TIMEOUT_S):
-                    await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.OK))
+                    await send_message(relay, agreed(self._peer_id, port))
                     now, _ = await receive_message(relay, StopMessage)
                 # Before we dial, or the relay could see when the dial ends, and so which ports are open where.
                 await relay.aclose()
                 if now.status == Status.OK:
-                    await self._punch(peer_id, outer, budget, asked=True)
+                    await self._punch(peer_id, outer, budget, asked=True, port=port)
         finally:
             del self._asked[peer_id]
             done.set()
@@ -348,18 +376,21 @@ class Puncher:
             raise PeerLostError("the relay answered for another peer")
         return outer
 
-    async def _punch(self, peer_id: str, outer: Outer, budget: DialBudget, *, asked: bool) -> None:
+    async def _punch(
+        self, peer_id: str, outer: Outer, budget: DialBudget, *, asked: bool, port: int | None = None
+    ) -> None:
         """Dial a peer at the same moment as it dials us. Logs the outcome, and notes a failure.
 
-        `asked`: whether that peer asked for it, and not we.
+        `asked`: whether that peer asked for it, and not we. `port`: the port from which we told it that we dial.
         """
         level = logging.DEBUG if asked else logging.INFO
         try:
             with trio.fail_after(DIAL_TIMEOUT_S):
                 if asked:
-                    budget.keep(await self._join(peer_id, outer))
+                    budget.keep(await self._join(peer_id, outer, port))
                 else:
-                    await self._dial(peer_id, outer)
+                    host, dialled = outer
+                    await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{dialled}"], DIAL_TIMEOUT_S)
         except (PeerLostError, trio.TooSlowError) as error:
             budget.failed.add(peer_id)
             logger.log(level, "no direct connection to %s, which cannot be dialled either", peer_id)
@@ -367,20 +398,9 @@ class Puncher:
         else:
             logger.log(level, "connected directly to %s, which cannot be dialled either", peer_id)
 
-    async def _dial(self, peer_id: str, outer: Outer) -> None:
-        """Have p2pd dial a peer, again and again while it refuses to. Raises PeerLostError."""
-        host, port = outer
-        while True:
-            try:
-                return await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{port}"], DIAL_TIMEOUT_S)
-            except PeerLostError as error:
-                if "dial backoff" not in str(error):
-                    raise
-            await trio.sleep(CONNECTED_EVERY_S)
-
-    async def _join(self, peer_id: str, outer: Outer) -> End:
+    async def _join(self, peer_id: str, outer: Outer, port: int | None) -> End:
         """Dial a peer, and join that connection to one to p2pd. Returns one end. Raises PeerLostError."""
-        async with joined(_listening(self._maddrs()), outer) as end:
+        async with joined(_listening(self._maddrs()), outer, port) as end:
             while not (await self._connected()).get(peer_id):
                 await trio.sleep(CONNECTED_EVERY_S)
             return end

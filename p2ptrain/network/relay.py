@@ -26,7 +26,7 @@ from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.daemon import Connections, open_stream, public_peers
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
-from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, outer_of, peer_at
+from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, dials_from, outer_of, peer_at
 from p2ptrain.network.socket_stream import Service, SocketStream, receive_message, send_message
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream, said_here
@@ -131,7 +131,7 @@ class Relay:
         try:
             try:
                 request = StopMessage(type=StopMessage.CONNECT, peer=Peer(id=peer_id_bytes(source.remote)))
-                stop, read_ahead = await self._ask_target(target, STOP, request)
+                stop, _, read_ahead = await self._ask_target(target, STOP, request)
             except PeerLostError:
                 await send_message(source, _status(Status.CONNECTION_FAILED))
                 raise
@@ -165,13 +165,15 @@ class Relay:
             return
         request = StopMessage(type=StopMessage.CONNECT, peer=peer_at(source.remote, ours))
         try:
-            stop, _ = await self._ask_target(target, PUNCH, request)
+            stop, answer, _ = await self._ask_target(target, PUNCH, request)
         except PeerLostError:
             await send_message(source, _status(Status.CONNECTION_FAILED))
             raise
         try:
             await send_message(stop, StopMessage(type=StopMessage.STATUS, status=Status.OK))
-            told = HopMessage(type=HopMessage.STATUS, status=Status.OK, peer=peer_at(target, theirs))
+            told = HopMessage(
+                type=HopMessage.STATUS, status=Status.OK, peer=peer_at(target, dials_from(answer, theirs))
+            )
             await send_message(source, told)
         finally:
             await stop.aclose()
@@ -199,10 +201,12 @@ class Relay:
         for stream in (source, stop):
             stream.fail("its peer is refused")
 
-    async def _ask_target(self, target: str, protocol: str, request: StopMessage) -> tuple[SocketStream, bytes]:
+    async def _ask_target(
+        self, target: str, protocol: str, request: StopMessage
+    ) -> tuple[SocketStream, StopMessage, bytes]:
         """Ask a peer with a reservation to accept a circuit, or to dial.
 
-        Returns the stream to it, and the bytes that it has already sent. Raises PeerLostError.
+        Returns the stream to it, its answer, and the bytes that it has sent behind it. Raises PeerLostError.
         """
         stream = await open_stream(self._control_path, target, protocol, REQUEST_TIMEOUT_S)
         try:
@@ -216,7 +220,7 @@ class Relay:
             if isinstance(error, trio.TooSlowError):
                 raise PeerLostError(f"{target} does not answer") from None
             raise
-        return stream, read_ahead
+        return stream, answer, read_ahead
 
     async def _carry(self, one: Stream, other: Stream) -> None:
         """Forward bytes both ways until one of the streams ends or breaks."""

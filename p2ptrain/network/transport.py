@@ -80,18 +80,18 @@ class LibP2P:
         self._errors = ErrorLog(logger)
         self._reservations = Reservations(self.control_path, refusal)
         self._renewing = trio.Lock()
-        relays = self._reservations.relays
-        self._puncher = Puncher(self.control_path, self.peer_id, lambda: self.maddrs, relays, refusal)
+        has_public = has_public_address(config.host_maddrs, config.announce_maddrs)
+        relays, maddrs = self._reservations.relays, lambda: self.maddrs
+        self._puncher = Puncher(self.control_path, self.peer_id, maddrs, relays, refusal, has_public=has_public)
         self._relay: Relay | None = None
         self._reachability: Reachability | None = None
         rates = RateCounter(refusal)
         self._services = [rates.service, self._puncher.service]
         self._takes: dict[str, Callable[[SocketStream], None]] = {RATE: rates.take, PUNCH: self._take_punch}
-        has_public = has_public_address(config.host_maddrs, config.announce_maddrs)
         self._needs_relays = not has_public
         if has_public and not is_public(config.announce_maddrs):
             known = by_peer_id(ways_in(config))
-            self._reachability = Reachability(self.control_path, self.peer_id, lambda: self.maddrs, refusal, known)
+            self._reachability = Reachability(self.control_path, self.peer_id, maddrs, refusal, known)
         if has_public and config.relay_peers:
             self._relay = Relay(self.control_path, config.relay_peers, config.relay_mbit, refusal)
             self._services.append(self._relay.service)

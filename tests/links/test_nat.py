@@ -65,8 +65,7 @@ def test_a_peer_whose_firewall_lets_nobody_in_trains_with_others(
     swarm.until_ready(*peers)
     wait_for_rounds(swarm, peers, by=2, count=3)
     assert_anchors_agree(*peers)
-    if behind == "firewall":  # with a router both dials mostly fail here, and the relay carries all
-        assert any("connected directly to" in peer.errors for peer in peers)
+    assert any("connected directly to" in peer.errors for peer in peers)
     swarm.until(lambda: "a firewall lets nobody in" in founder.errors)
 
 

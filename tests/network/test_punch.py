@@ -132,7 +132,7 @@ def asked(
     if asking:
         puncher._asking.add(asking)
 
-    async def note(peer_id: str, outer: Outer, _: DialBudget, *, asked: bool) -> None:
+    async def note(peer_id: str, outer: Outer, _: DialBudget, *, asked: bool, port: int | None) -> None:
         assert asked
         assert stream.is_closed, "the relay could see when the dial ends"
         dialled.append((peer_id, outer))
@@ -285,22 +285,37 @@ def test_a_false_address_from_a_relay_keeps_us_from_no_peer(monkeypatch: pytest.
     trio.run(main)
 
 
-def test_a_peer_that_p2pd_refuses_to_dial_is_dialled_again_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = ["dial backoff", "dial backoff", None, "no route"]
+@pytest.mark.parametrize("has_public", [False, True])
+def test_a_peer_with_a_public_address_names_the_port_from_which_it_dials(has_public: bool) -> None:
+    """Behind a router the port outside is another one, and that from which it listens is known to its relay."""
+    joined_from: list[int | None] = []
 
-    async def dial_it(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
-        assert maddrs == ["/ip4/5.188.7.2/tcp/4001"]
-        if (answer := answers.pop(0)) is not None:
-            raise PeerLostError(f"all dials failed: {answer}")
+    async def join(self: Puncher, peer_id: str, outer: Outer, port: int | None) -> Mock:
+        joined_from.append(port)
+        return an_end()
 
     async def main() -> None:
-        puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal)
-        for is_failed, left in ((False, 1), (True, 0)):
-            await puncher._punch(LOW, OUTER, puncher._ours, asked=False)
-            assert ((LOW in puncher._ours.failed), len(answers)) == (is_failed, left)
+        puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal, has_public=has_public)
+        puncher._connected = nobody  # type: ignore[method-assign]
+        stream = FromRelay(request_of(LOW), NOW)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Puncher, "_join", join)
+            await puncher._answer(stream)  # type: ignore[arg-type]
+        answer, _ = await receive_message(Given(stream.sent), StopMessage)  # type: ignore[arg-type]
+        (port,) = joined_from
+        assert (port is not None) is has_public
+        assert punch.dials_from(answer, OUTER) == (OUTER[0], port or OUTER[1])
 
-    monkeypatch.setattr(punch, "dial", dial_it)
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    trio.run(main)
+
+
+@pytest.mark.parametrize(
+    "address", [b"", b"junk", Multiaddr("/ip4/9.9.9.9").to_bytes(), Multiaddr("/tcp/0").to_bytes()]
+)
+def test_a_port_that_is_none_is_ignored(address: bytes) -> None:
+    answer = StopMessage(type=StopMessage.STATUS, status=Status.OK, peer=Peer(id=b"x", addrs=[address]))
+    assert punch.dials_from(answer, OUTER) == OUTER
+    assert punch.dials_from(NOW, OUTER) == OUTER
 
 
 def test_so_many_connections_are_joined_for_a_relay() -> None:

@@ -456,7 +456,7 @@ def test_a_relay_tells_two_peers_to_dial_each_other_where_it_sees_them(
 ) -> None:
     told: list[tuple[str, Outer]] = []
 
-    async def note(self: Puncher, peer_id: str, outer: Outer, budget: DialBudget, *, asked: bool) -> None:
+    async def note(self: Puncher, peer_id: str, outer: Outer, _: DialBudget, **how: object) -> None:
         told.append((peer_id, outer))
 
     async def main() -> None:

@@ -271,13 +271,16 @@ def join(
             PeerConfig(worker_threads=worker_threads)  # checks it
             Access(network).check_allowed(network.initial_peers)
             session = failing.enter_context(NetworkSession(network))
-            found = session.find_run(run_id, explicit=explicit) if peers else None
+            saved = None if resume is None else saved_run(resume)
+            known = saved if saved is not None and saved.run_id == run_id else None
+            found = session.find_run(run_id, explicit=explicit, ours=known) if peers else None
             if initial_peers and found is None and resume is None:
                 logger.warning("%s", nobody_found(run_id, "run_id="))
-            saved = saved_run(resume) if found is None and resume is not None else None
-            if saved is not None and saved.run_id == run_id:
-                found = saved  # a peer that comes back alone goes on with the settings that it had joined with
-            run = resolve_run(explicit, found, is_closed=is_closed(network))
+            if found is None and known is not None:
+                # A peer that comes back alone goes on with the settings that it had joined with.
+                run = found = RunConfig.from_dict(known.to_dict() | explicit)
+            else:
+                run = resolve_run(explicit, found, is_closed=is_closed(network))
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(
                     "inner_moments = 'averaged': is not supported with a process group; leave process_group out, or "

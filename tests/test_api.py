@@ -55,8 +55,15 @@ def test_who_comes_back_alone_goes_on_with_the_settings_of_the_run(
     state = {"step": 3, "run": json.dumps(saved.stated())}
     run = p2ptrain.join(nn.Linear(2, 2), run_id=run_id, initial_peers=[MADDR], resume=state).run
     assert (run.run_id, run.sync_every, run.total_steps) == (run_id, sync_every, length)
-    with pytest.raises(ConfigError, match="sync_every: you gave 8, but run 'x' trains with 7"):
-        p2ptrain.join(nn.Linear(2, 2), run_id="x", resume=state, diloco=p2ptrain.DiLoCo(sync_every=8))
+    changed = p2ptrain.join(nn.Linear(2, 2), run_id="x", resume=state, diloco=p2ptrain.DiLoCo(sync_every=8)).run
+    assert (changed.sync_every, changed.total_steps) == (8, 1000)
+
+
+@pytest.mark.parametrize("run", ["[" * 100_000, "7", '{"protocol_version": 999}', '{"sync_every": "often"}'])
+def test_settings_in_a_state_that_cannot_be_used_are_an_error(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.api.NetworkSession", type("NetworkSession", (FakeNetworkSession,), {"live": None}))
+    with pytest.raises(ConfigError, match=r"the state to resume from holds settings that this version .* cannot use: "):
+        p2ptrain.join(nn.Linear(2, 2), run_id="x", resume={"step": 3, "run": run})
 
 
 def test_what_a_joiner_gives_need_not_go_together_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

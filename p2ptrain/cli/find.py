@@ -162,7 +162,8 @@ def peers(settings: Settings, as_json: bool) -> None:
 
     Below the table: whether the swarm is split into several lineages; which peers are linked through a relay only, or
     without a direct connection for rounds and state; and whom each peer has struck in the last ten minutes, for broken
-    rules or false work. The exit status is 1 if the run has no peers that can be listed.
+    rules or false work. The exit status is 1 if the run has no peers that can be listed, and 2 if the peer that
+    you gave belongs to another run.
 
     \b
     As a table, and as JSON for scripts:

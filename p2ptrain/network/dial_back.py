@@ -46,9 +46,11 @@ class Reachability:
     """Whether peers elsewhere can dial this one, by what those say that dial it back now and then.
 
     Attributes:
-        verdict: what most of those asked last say, by address family; UNKNOWN until they decide. FAILED after REACHED
-            only if they say so twice in a row.
-        answered: set when one of them has reached us for the first time, or there is nothing more to wait for.
+        verdict: what most of those asked last say; UNKNOWN until they decide. It becomes FAILED, and REACHED after
+            FAILED, only if they say so twice in a row.
+        is_shut: whether it is FAILED, over IPv4 and IPv6 alike.
+        needs_relays: whether it is FAILED; before a verdict, whether somebody was asked, and nobody has reached us yet.
+        told: set when somebody has reached us, or the first that were asked have answered.
     """
 
     def __init__(
@@ -65,9 +67,9 @@ class Reachability:
             refusal: says why a peer is not asked.
             preferred: the peers that are asked before others.
         """
-        self.verdict = DialBack.UNKNOWN
-        self.answered = trio.Event()
-        self._failures = 0
+        self.verdict = self._before = DialBack.UNKNOWN
+        self.is_shut = self.needs_relays = False
+        self.told = trio.Event()
         self._control_path = control_path
         self._peer_id = peer_id
         self._maddrs = maddrs
@@ -85,25 +87,37 @@ class Reachability:
             result, detail = await dial_back(self._control_path, peer_id, self._peer_id, self._maddrs())
             logger.debug("a dial-back by %s: %s, %s", peer_id, result.value, detail)
             results.append((family, result))
-            if result is DialBack.REACHED:
-                self.answered.set()
+            if result is DialBack.REACHED and self.verdict is DialBack.UNKNOWN:
+                self.needs_relays = False
+                self.told.set()
 
         try:
             known = await public_peers(self._control_path, CONTROL_TIMEOUT_S)
             allowed = {peer: maddr for peer, maddr in known.items() if self._refusal(peer) is None}
+            asked = whom_to_ask(allowed, self._maddrs(), self._preferred)
+            if asked and self.verdict is DialBack.UNKNOWN:
+                self.needs_relays = True  # unless they say otherwise
             async with trio.open_nursery() as nursery:
-                for peer_id, family in whom_to_ask(allowed, self._maddrs(), self._preferred).items():
+                for peer_id, family in asked.items():
                     nursery.start_soon(one, peer_id, family)
+            return self._take(results)
         finally:
-            self.answered.set()
-        decided = decide(results)
-        if decided is DialBack.UNKNOWN:
-            return ASK_SOON_S
-        self._failures = 0 if decided is DialBack.REACHED else self._failures + 1
-        if decided is DialBack.FAILED and self.verdict is DialBack.REACHED and self._failures < 2:
-            return ASK_SOON_S
-        self.verdict = decided
-        return ASK_EVERY_S
+            self.told.set()
+
+    def _take(self, results: list[tuple[str, DialBack]]) -> float:
+        """Take what was told in a round. Returns how long to wait until the next one."""
+        verdicts = by_family(results)
+        decided = next((v for v in (DialBack.FAILED, DialBack.REACHED) if v in verdicts), DialBack.UNKNOWN)
+        if decided is not DialBack.UNKNOWN:
+            is_first = self.verdict is DialBack.UNKNOWN and decided is DialBack.REACHED
+            if is_first or decided is self._before:
+                self.verdict, self.is_shut = decided, DialBack.REACHED not in verdicts
+            self._before = decided
+        if self.verdict is not DialBack.UNKNOWN:
+            self.needs_relays = self.verdict is DialBack.FAILED
+        elif results:
+            self.needs_relays = True
+        return ASK_EVERY_S if decided is self.verdict is not DialBack.UNKNOWN else ASK_SOON_S
 
 
 def whom_to_ask(peers: Mapping[str, str], own: Iterable[str], preferred: Collection[str]) -> dict[str, str]:
@@ -129,12 +143,9 @@ def whom_to_ask(peers: Mapping[str, str], own: Iterable[str], preferred: Collect
     return drawn
 
 
-def decide(results: Collection[tuple[str, DialBack]]) -> DialBack:
-    """What most say of each address family; REACHED if it is that of one of them."""
-    of_families = {majority(result for of, result in results if of == family) for family, _ in results}
-    return next(
-        (verdict for verdict in (DialBack.REACHED, DialBack.FAILED) if verdict in of_families), DialBack.UNKNOWN
-    )
+def by_family(results: Collection[tuple[str, DialBack]]) -> set[DialBack]:
+    """What most say of each address family."""
+    return {majority(result for of, result in results if of == family) for family, _ in results}
 
 
 def majority(results: Iterable[DialBack]) -> DialBack:

@@ -279,7 +279,7 @@ class Puncher:
         Args:
             maddrs: returns our own addresses.
             relays: returns the relays at which we have a reservation; they may ask us to dial.
-            has_public: whether this machine has a public address, so that others see its ports as they are.
+            has_public: whether this machine has a public IPv4 address, so that others see its ports as they are.
         """
         self._has_public = has_public
         self.service = Service("dialling a peer at the same time", MAX_AT_ONCE)

@@ -80,19 +80,19 @@ class LibP2P:
         self._errors = ErrorLog(logger)
         self._reservations = Reservations(self.control_path, refusal)
         self._renewing = trio.Lock()
-        has_public = has_public_address(config.host_maddrs, config.announce_maddrs)
+        self._has_public = has_public_address(config.host_maddrs, config.announce_maddrs)
+        has_ip4 = has_public_address([maddr for maddr in config.host_maddrs if maddr.startswith("/ip4/")], ())
         relays, maddrs = self._reservations.relays, lambda: self.maddrs
-        self._puncher = Puncher(self.control_path, self.peer_id, maddrs, relays, refusal, has_public=has_public)
+        self._puncher = Puncher(self.control_path, self.peer_id, maddrs, relays, refusal, has_public=has_ip4)
         self._relay: Relay | None = None
         self._reachability: Reachability | None = None
         rates = RateCounter(refusal)
         self._services = [rates.service, self._puncher.service]
         self._takes: dict[str, Callable[[SocketStream], None]] = {RATE: rates.take, PUNCH: self._take_punch}
-        self._needs_relays = not has_public
-        if has_public and not is_public(config.announce_maddrs):
+        if self._has_public and not is_public(config.announce_maddrs):
             known = by_peer_id(ways_in(config))
             self._reachability = Reachability(self.control_path, self.peer_id, maddrs, refusal, known)
-        if has_public and config.relay_peers:
+        if self._has_public and config.relay_peers:
             self._relay = Relay(self.control_path, config.relay_peers, config.relay_mbit, refusal)
             self._services.append(self._relay.service)
             self._takes[HOP] = self._take_hop
@@ -123,7 +123,7 @@ class LibP2P:
         with trio.move_on_after(OPEN_TIMEOUT_S):
             await self._online.wait()
             if maddrs:
-                if self._needs_relays:
+                if self._needs_relays():
                     await self._puncher.reach(peer_id, maddrs)
                 await dial(self.control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
             return await open_stream(self.control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S, among=self._streams)
@@ -154,9 +154,7 @@ class LibP2P:
                 if self._reachability is not None:
                     background.start_soon(self._keep_reachability, self._reachability)
                     with trio.move_on_after(FIRST_DIAL_BACK_S):
-                        await self._reachability.answered.wait()
-                    if not self._reachability.answered.is_set():
-                        self._needs_relays = True
+                        await self._reachability.told.wait()
                 with trio.move_on_after(FIRST_RESERVATIONS_S):
                     await self._renew()
                 await self._refresh_maddrs()
@@ -197,9 +195,11 @@ class LibP2P:
         else:
             self._relay.take_punch(stream)
 
+    def _needs_relays(self) -> bool:
+        return not self._has_public if self._reachability is None else self._reachability.needs_relays
+
     def _is_shut(self) -> bool:
-        """Whether peers elsewhere found that they cannot dial our public address."""
-        return self._reachability is not None and self._reachability.verdict is DialBack.FAILED
+        return self._reachability is not None and self._reachability.is_shut
 
     def _go_offline(self) -> None:
         if self._online.is_set():  # else some may be waiting for the present event
@@ -247,7 +247,7 @@ class LibP2P:
     async def _renew(self) -> None:
         """Renew our reservations, or drop them if we need none. Raises PeerLostError."""
         async with self._renewing:
-            if self._needs_relays:
+            if self._needs_relays():
                 await self._reservations.renew()
             else:
                 self._reservations.drop()
@@ -255,18 +255,18 @@ class LibP2P:
     async def _keep_reachability(self, reachability: Reachability) -> None:
         """Have peers dial us back, and take places at relays while they fail."""
         while True:
-            wait_s, before = ASK_SOON_S, reachability.verdict
+            wait_s, before, needed = ASK_SOON_S, reachability.verdict, reachability.needs_relays
             with self._errors.containing("asking for dial-backs"), contextlib.suppress(PeerLostError):
                 wait_s = await reachability.ask()
                 if reachability.verdict is not before:
-                    self._needs_relays = self._is_shut()
-                    self._tell_reachability(before)
+                    self._tell_reachability(before, reachability.verdict)
+                if reachability.needs_relays != needed:
                     await self._renew()
                     await self._refresh_maddrs()
             await trio.sleep(wait_s)
 
-    def _tell_reachability(self, before: DialBack) -> None:
-        if self._is_shut():
+    def _tell_reachability(self, before: DialBack, now: DialBack) -> None:
+        if now is DialBack.FAILED:
             direct = [maddr.partition("/p2p/")[0] for maddr in self.maddrs if not is_relayed(maddr)]
             logger.warning(
                 "peers elsewhere cannot dial this peer: a firewall lets nobody in to %s. Others that cannot be dialled "

@@ -259,12 +259,13 @@ class ModelParts:
         }
 
     def distance_to(self, flat: torch.Tensor) -> float:
-        """How far the weights are from a vector as in `unflatten`, as a share of its norm; 0.0 for sharded ones."""
-        if self.is_sharded:
+        """How far the weights are from a vector as in `unflatten`, as a share of its norm; 0.0 if one cannot tell."""
+        norm = float(flat.norm())
+        if self.is_sharded or norm == 0.0:
             return 0.0
         pairs = zip(self.unflatten(flat).values(), self.parameters, strict=True)
         squares = [float((there - here.detach().to("cpu", torch.float32)).square().sum()) for there, here in pairs]
-        return math.sqrt(sum(squares)) / max(float(flat.norm()), torch.finfo(torch.float32).tiny)
+        return math.sqrt(sum(squares)) / norm
 
 
 def _check_same(sha256: str, ranks: ProcessGroup) -> None:

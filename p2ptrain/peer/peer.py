@@ -139,12 +139,7 @@ class Peer:
 
         resumed = joining.resume_state
         restored = None if resumed is None else from_dict(resumed, self._exchange.new_state())
-        if restored is not None and (apart := parts.distance_to(torch.from_numpy(restored.state.anchor))) > FAR:
-            logger.warning(
-                "the model's weights differ from those of the state to resume from by %.1f times their size: if you "
-                "saved them with it, load them into the model before join(), or the next round averages these",
-                apart,
-            )
+        apart = 0.0 if restored is None else parts.distance_to(torch.from_numpy(restored.state.anchor))
         parts.claim()
         self._workers = Workers(joining.worker_threads)
         try:
@@ -162,6 +157,12 @@ class Peer:
         except BaseException:
             self.leave("could not join")
             raise
+        if restored is not None and apart > FAR and self.run_step == restored.run_step:  # and not the swarm's
+            logger.warning(
+                "the model's weights differ from those of the state to resume from by %.1f times their size: if you "
+                "saved them with it, load them into the model before join(), or the next round averages these",
+                apart,
+            )
         state_sync = self._runner.last_ready.state_sync
         self.founded, self.run_founder = state_sync.joining.founded, state_sync.run_founder
 

@@ -37,11 +37,18 @@ def to_dict(head: Head, history: History, run_step: int, vectors: Sequence[Array
 
 
 def saved_run(state: dict[str, Any]) -> RunConfig | None:
-    """The settings of the run in which a `Peer.state_dict()` was saved; None if they are not there or not readable."""
+    """The settings of the run in which a `Peer.state_dict()` was saved; None if an older version saved it.
+
+    Raises ConfigError if this version cannot read them.
+    """
+    if "run" not in state:
+        return None
     try:
         return RunConfig.from_stated(json.loads(state["run"]))
-    except (KeyError, TypeError, ValueError, ConfigError):
-        return None
+    except (TypeError, ValueError, RecursionError) as error:  # a ConfigError is a ValueError
+        raise ConfigError(
+            f"the state to resume from holds settings that this version of p2ptrain cannot use: {error}"
+        ) from None
 
 
 def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:

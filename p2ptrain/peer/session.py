@@ -101,8 +101,8 @@ class NetworkSession:
             explicit: the settings that the user gave. If peers give different ones, those that agree are preferred.
             ours: the settings that we know from before; only an initial peer may contradict them.
 
-        Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain, and RunKeyError or
-        NotAllowedError if no member was found, and an initial peer refuses us.
+        Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain, and OtherRunError,
+        RunKeyError or NotAllowedError if no member was found, and an initial peer refuses us.
         """
         find = partial(
             ask_settings,
@@ -137,7 +137,7 @@ class NetworkSession:
     def members(self, run_id: str) -> list[MemberInfo]:
         """List the members of a run. Blocks for up to MEMBERS_TIMEOUT_S.
 
-        Raises RunKeyError or NotAllowedError if there is none, and an initial peer refuses us.
+        Raises OtherRunError, RunKeyError or NotAllowedError if there is none, and an initial peer refuses us.
         """
         transport, directory = self.network.transport, self.network.directory
         look = partial(list_members, transport, directory, run_id, chosen=self._chosen, closed=self._closed_run(run_id))

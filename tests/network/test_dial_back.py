@@ -18,7 +18,7 @@ from p2ptrain.network.dial_back import (
     MAX_ASKED,
     DialBack,
     Reachability,
-    decide,
+    by_family,
     dial_back,
     question,
     read_answer,
@@ -83,23 +83,27 @@ def test_what_is_no_answer_is_refused(message: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("results", "decided"),
+    ("results", "by"),
     [
-        ("", UNKNOWN),
-        ("4? 4?", UNKNOWN),
-        ("4+", REACHED),
-        ("4- 4?", FAILED),
-        ("4+ 4-", UNKNOWN),
-        ("4+ 4- 4+", REACHED),
-        ("4- 4+ 4-", FAILED),
-        ("4+ 6- 6-", REACHED),
-        ("4- 6+", REACHED),
-        ("4- 4+ 6-", FAILED),
+        ("", set()),
+        ("4? 4?", {UNKNOWN}),
+        ("4+", {REACHED}),
+        ("4- 4?", {FAILED}),
+        ("4+ 4-", {UNKNOWN}),
+        ("4+ 4- 4+", {REACHED}),
+        ("4- 4+ 4-", {FAILED}),
+        ("4+ 6- 6-", {REACHED, FAILED}),
+        ("4- 4+ 6-", {UNKNOWN, FAILED}),
     ],
 )
-def test_one_of_three_that_lies_decides_nothing(results: str, decided: DialBack) -> None:
+def test_one_of_three_that_lies_decides_nothing(results: str, by: set[DialBack]) -> None:
+    assert by_family(of(results)) == by
+
+
+def of(results: str) -> list[tuple[str, DialBack]]:
+    """Results by address family, such as "4+ 6-"."""
     signs = {"+": REACHED, "-": FAILED, "?": UNKNOWN}
-    assert decide([(f"ip{family}", signs[sign]) for family, sign in results.split()]) is decided
+    return [(f"ip{family}", signs[sign]) for family, sign in results.split()]
 
 
 OWN = "/ip4/5.188.7.1/tcp/4001"
@@ -125,57 +129,78 @@ def test_peers_are_asked_over_families_of_which_there_is_a_public_address() -> N
     assert whom_to_ask(peers, [OWN, "/ip6/2a00::1/tcp/1"], ()) == {"four": "ip4", "six": "ip6"}
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, results: list[DialBack | None]) -> Iterator[tuple[float, DialBack]]:
-    """How long to wait, and the verdict, when one peer answers so in turn; None: nobody is connected."""
-
-    reachability = Reachability("", "me", lambda: [OWN], {"denied": "no"}.get, ())
-    for result in results:
-        peers = {} if result is None else {"a": ELSEWHERE["a"], "denied": ELSEWHERE["b"]}
-        monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", AsyncMock(return_value=peers))
-        answer = AsyncMock(return_value=(result, ""))
+def asked(monkeypatch: pytest.MonkeyPatch, rounds: list[str]) -> Iterator[tuple[Reachability, float]]:
+    """After each round of answers: what is known, and how long to wait. In a round "" nobody is connected."""
+    own = [OWN, "/ip6/2a00::1/tcp/4001"]
+    where = {"ip4": "/ip4/{}.1.1.1/tcp/4001", "ip6": "/ip6/2a{:02}::1/tcp/4001"}
+    reachability = Reachability("", "me", lambda: own, {"denied": "no"}.get, ())
+    for results in map(of, rounds):
+        peers = {str(n): where[family].format(n) for n, (family, _) in enumerate(results, start=11)}
+        told = {str(n): (result, "") for n, (_, result) in enumerate(results, start=11)}
+        public = AsyncMock(return_value=peers | {"denied": "/ip4/9.9.9.9/tcp/1"})
+        answer = AsyncMock(side_effect=lambda path, peer, me, maddrs, told=told: told[peer])
+        monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", public)
         monkeypatch.setattr("p2ptrain.network.dial_back.dial_back", answer)
-        yield trio.run(reachability.ask), reachability.verdict
-        assert reachability.answered.is_set()
-        assert answer.call_args_list == ([] if result is None else [call("", "a", "me", [OWN])])
+        wait_s = trio.run(reachability.ask)
+        assert reachability.told.is_set()
+        assert sorted(answer.call_args_list) == sorted(call("", peer, "me", own) for peer in peers)
+        yield reachability, wait_s
 
 
-def test_peers_that_fail_are_believed_at_once_and_later_only_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [None, UNKNOWN, FAILED, UNKNOWN, REACHED, FAILED, REACHED, FAILED, UNKNOWN, FAILED, FAILED]
-    assert list(asked(monkeypatch, answers)) == [
-        (ASK_SOON_S, UNKNOWN),
-        (ASK_SOON_S, UNKNOWN),
-        (ASK_EVERY_S, FAILED),
-        (ASK_SOON_S, FAILED),
-        (ASK_EVERY_S, REACHED),
-        (ASK_SOON_S, REACHED),
-        (ASK_EVERY_S, REACHED),
-        (ASK_SOON_S, REACHED),
-        (ASK_SOON_S, REACHED),
-        (ASK_EVERY_S, FAILED),
-        (ASK_EVERY_S, FAILED),
+def test_peers_that_fail_are_believed_twice_and_relays_used_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = ["", "4?", "4-", "4?", "4-", "4+", "4-", "4+", "4?", "4+", "4-", "4+", "4-", "4-"]
+    seen = [(r.needs_relays, r.verdict, wait_s) for r, wait_s in asked(monkeypatch, rounds)]
+    assert seen == [
+        (False, UNKNOWN, ASK_SOON_S),
+        (True, UNKNOWN, ASK_SOON_S),
+        (True, UNKNOWN, ASK_SOON_S),
+        (True, UNKNOWN, ASK_SOON_S),
+        (True, FAILED, ASK_EVERY_S),
+        (True, FAILED, ASK_SOON_S),
+        (True, FAILED, ASK_EVERY_S),
+        (True, FAILED, ASK_SOON_S),
+        (True, FAILED, ASK_SOON_S),
+        (False, REACHED, ASK_EVERY_S),
+        (False, REACHED, ASK_SOON_S),
+        (False, REACHED, ASK_EVERY_S),
+        (False, REACHED, ASK_SOON_S),
+        (True, FAILED, ASK_EVERY_S),
     ]
 
 
-def test_the_first_that_reaches_us_is_told_before_others_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def public_peers(control_path: str, timeout_s: float) -> dict[str, str]:
-        return {peer: ELSEWHERE[peer] for peer in "ab"}
+def test_who_is_reached_over_one_family_only_uses_relays_and_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [
+        (r.needs_relays, r.is_shut) for r, _ in asked(monkeypatch, ["4+", "4+ 6- 6-", "4+ 6- 6-", "4- 6-", "4- 6-"])
+    ]
+    assert seen == [(False, False), (False, False), (True, False), (True, True), (True, True)]
 
+
+def test_one_that_reaches_us_at_first_is_enough_until_more_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [(r.needs_relays, r.verdict) for r, _ in asked(monkeypatch, ["4+ 4-", "4+ 4-", "4+"])]
+    assert seen == [(True, UNKNOWN), (True, UNKNOWN), (False, REACHED)]
+
+
+def test_the_first_that_reaches_us_is_told_before_others_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(control_path: str, peer: str, me: str, maddrs: list[str]) -> tuple[DialBack, str]:
         await trio.sleep(0.1 if peer == "a" else 20)
-        return (REACHED if peer == "a" else FAILED), ""
+        return (REACHED if peer == "a" else UNKNOWN), ""
 
     async def main() -> None:
         reachability = Reachability("", "me", lambda: [OWN], no_refusal, ())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reachability.ask)
-            await reachability.answered.wait()
+            await trio.sleep(0.05)
+            assert reachability.needs_relays
+            assert not reachability.told.is_set()
+            await reachability.told.wait()
             assert trio.current_time() - began_s < 1
-            assert reachability.verdict is UNKNOWN
-        assert reachability.verdict is UNKNOWN
+            assert not reachability.needs_relays
+        assert reachability.verdict is REACHED
 
     clock = trio.testing.MockClock(autojump_threshold=0)
     began_s = clock.current_time()
-    monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", public_peers)
+    peers = {peer: ELSEWHERE[peer] for peer in "ab"}
+    monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", AsyncMock(return_value=peers))
     monkeypatch.setattr("p2ptrain.network.dial_back.dial_back", answer)
     trio.run(main, clock=clock)
 

@@ -384,14 +384,16 @@ def test_a_peer_whose_public_address_nobody_reaches_uses_relays(
     caplog: pytest.LogCaptureFixture,
     is_silent: bool,
 ) -> None:
-    """From its start, also if there is no answer in time; and it is no relay once others say so."""
+    """From its start, also if there is no answer in time; and it is no relay while others say so."""
     told = trio.Event()
 
     async def ask(self: Reachability) -> float:
         if is_silent:
+            self.needs_relays = True
             await told.wait()
         self.verdict = DialBack.REACHED if told.is_set() else DialBack.FAILED
-        self.answered.set()
+        self.is_shut = self.needs_relays = not told.is_set()
+        self.told.set()
         return 0.01
 
     async def status_of_relay(network: Network, peer_id: str) -> int:

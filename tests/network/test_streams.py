@@ -242,7 +242,7 @@ def test_a_refresh_that_fails_is_tried_again(
             before = first.maddrs
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(first.transport._keep_maddrs, SimpleNamespace(end_if_outgrown=lambda: None))
-                nursery.start_soon(first.transport._keep_reservations, first.transport._reservations)
+                nursery.start_soon(first.transport._keep_reservations)
                 await done.wait()
                 nursery.cancel_scope.cancel()
             assert first.maddrs == before

@@ -249,10 +249,10 @@ class SettingsAnswers:
 async def check_key(
     transport: Transport, run_id: str, *, chosen: Collection[PeerId], closed: ClosedRun | None = None
 ) -> None:
-    """Raise OtherRunError, RunKeyError or NotAllowedError if a chosen peer refuses us. Silent peers are skipped."""
+    """Raise RunKeyError or NotAllowedError if a chosen peer refuses us. Silent peers and other runs' are skipped."""
     async with observer_links(transport, run_id, closed) as links:
         refused = await refused_by(links, chosen)
-    if refused is not None:
+    if refused is not None and not isinstance(refused, OtherRunError):
         raise refused
 
 
@@ -275,7 +275,7 @@ async def refused_by(links: Links, chosen: Collection[PeerId]) -> Refused | None
         async with trio.open_nursery() as nursery:
             for peer_id in sorted(chosen)[:MAX_ASKED_KEY]:
                 nursery.start_soon(ask, peer_id)
-    return refused[0] if refused else None
+    return min(refused, key=lambda error: isinstance(error, OtherRunError), default=None)
 
 
 async def ask_tokenizer(

@@ -15,7 +15,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.directory import RECORD_TTL_S, bucket_of, encode_record, member_key
-from p2ptrain.protocol.membership.lookup import MAX_SETTINGS_BYTES, SettingsAnswers, ask_settings
+from p2ptrain.protocol.membership.lookup import MAX_SETTINGS_BYTES, SettingsAnswers, ask_settings, check_key
 from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE
 from p2ptrain.protocol.membership.status import list_members
 from p2ptrain.protocol.wire.messages import Answer, Request
@@ -96,6 +96,7 @@ def test_a_chosen_peer_of_another_run_is_an_error_and_no_new_run() -> None:
             transport = s.network.transport("observer")
             with pytest.raises(OtherRunError):
                 await list_members(transport, s.network.directory("observer"), "rum", chosen="a")
+            await check_key(transport, "rum", chosen="a")  # asks whether there is another key
 
     run_virtual(main)
 

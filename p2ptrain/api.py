@@ -190,8 +190,9 @@ def join(
         prometheus: port (on loopback), or "HOST:PORT", for Prometheus metrics; None: do not serve them.
         dashboard: port (on loopback), or "HOST:PORT", for the web page of the run; 0 takes any free port. Its address,
             with a token if other machines can reach it, is `peer.dashboard`. None: do not serve it.
-        resume: the `peer.state_dict()` of before a restart; load your checkpoint into the model and its
-            optimizer before. The run's settings in it hold where no peer of the run is found.
+        resume: a `peer.state_dict()` from before a restart. Load your checkpoint into the model and its optimizer
+            before you call this. If no peer of the run is found, the settings in the state are used; those given here
+            override them.
         on_status: called with a text when the status of the joining peer changes. Exceptions in it are logged.
         process_group: the torch.distributed processes that form this one peer. All of them call this with the same
             arguments. Only rank 0 is on the network, and its arguments are used. The group's timeout must be longer
@@ -278,7 +279,7 @@ def join(
                 logger.warning("%s", nobody_found(run_id, "run_id="))
             if found is None and known is not None:
                 # A peer that comes back alone goes on with the settings that it had joined with.
-                run = found = RunConfig.from_dict(known.to_dict() | explicit)
+                run = RunConfig.from_dict(known.to_dict() | explicit)
             else:
                 run = resolve_run(explicit, found, is_closed=is_closed(network))
             if process_group is not None and run.inner_moments == "averaged":
@@ -286,7 +287,7 @@ def join(
                     "inner_moments = 'averaged': is not supported with a process group; leave process_group out, or "
                     "join a run with inner_moments = 'local'"
                 )
-            if found is None and total_steps is None:
+            if found is None and known is None and total_steps is None:
                 run = dataclasses.replace(run, total_steps=0)
             peer = session.enter(
                 ours,

@@ -89,7 +89,7 @@ class FakePeer:
         self.settled_at.append(self.run_step)
         return True
 
-    def may_train(self, model: nn.Module) -> bool:
+    def shares_weights_with(self, model: nn.Module) -> bool:
         return True
 
     def on_leave(self, action: Callable[[], None]) -> None:

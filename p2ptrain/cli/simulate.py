@@ -13,20 +13,20 @@ from p2ptrain.cli.options import takes
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.table import SETTINGS
-from p2ptrain.simulation.experiment import OF_RUN, Experiment, read_experiments
+from p2ptrain.simulation.experiment import SIMULATED, Experiment, read_experiments
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
 class SimulateCommand(click.Command):
-    """A command that names --set for an option that it does not have."""
+    """Answers an unknown option that is a setting of a run with the `--set` that gives it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name.lstrip("-").replace("-", "_")
-            if name not in OF_RUN:
+            if name not in SIMULATED:
                 raise
             message = f"No such option {error.option_name!r}; give --set {name}=VALUE"
             raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None

@@ -62,7 +62,7 @@ class P2PCallback(TrainerCallback):
         Raises ConfigError if the Trainer trains another model than the peer's, if its number of steps differs from the
         run's, or if the run was founded with other weights than the checkpoint's, which has no state of a peer.
         """
-        if not self._peer.may_train(kwargs["model"]):
+        if not self._peer.shares_weights_with(kwargs["model"]):
             raise ConfigError(
                 "the Trainer trains another model than the one that joined the run, as with Trainer(model_init=…): "
                 "give Trainer the model that p2ptrain.join() got"

@@ -33,7 +33,7 @@ from p2ptrain.network.addresses import dialable, hints, peer_id_bytes
 from p2ptrain.network.process_lifetime import killed_with_us
 from p2ptrain.network.socket_stream import SocketStream, send_message
 from p2ptrain.network.thread import from_asyncio, open_background
-from p2ptrain.protocol.membership.reachability import Scope, is_relayed, relay_of, scope_of
+from p2ptrain.protocol.membership.reachability import is_direct_public, relay_of
 from p2ptrain.protocol.wire.text import escaped
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -282,7 +282,7 @@ async def public_peers(control_path: str, timeout_s: float) -> dict[str, str]:
     return {
         peer_id: maddr
         for peer_id, maddr in await connections(control_path, timeout_s)
-        if maddr and scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)
+        if maddr and is_direct_public(maddr)
     }
 
 

@@ -10,6 +10,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -19,7 +20,7 @@ from p2ptrain.network.addresses import hints, peer_id_bytes
 from p2ptrain.network.daemon import CONTROL_TIMEOUT_S, open_stream, public_peers
 from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
 from p2ptrain.network.socket_stream import receive_message, send_message
-from p2ptrain.protocol.membership.reachability import Scope, is_relayed, network_of, scope_of
+from p2ptrain.protocol.membership.reachability import is_direct_public, network_of
 from p2ptrain.protocol.wire.transport import Refusal
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ AUTONAT = "/libp2p/autonat/1.0.0"
 # libp2p delays a negative answer by 15 s, against port scans.
 TIMEOUT_S = 20
 DIAL_OK, DIAL_ERROR = 0, 100
-# How many peers are asked at once: two outvote one that lies.
+# How many peers are asked at once over each of IPv4 and IPv6: where three answer, two outvote one that lies.
 MAX_ASKED = 3
 # How long until they are asked again, and how long if they did not decide. A peer answers three times a minute.
 ASK_EVERY_S, ASK_SOON_S = 300.0, 30.0
@@ -42,15 +43,58 @@ class DialBack(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class Reachability:
-    """Whether peers elsewhere can dial this one, by what those say that dial it back now and then.
+@dataclass(frozen=True)
+class Standing:
+    """Whether peers elsewhere can dial this one, as far as it knows.
 
     Attributes:
-        verdict: what most of those asked last say; UNKNOWN until they decide. It becomes FAILED, and REACHED after
-            FAILED, only if they say so twice in a row.
-        is_shut: whether it is FAILED, over IPv4 and IPv6 alike.
-        needs_relays: whether it is FAILED; before a verdict, whether somebody was asked, and nobody has reached us yet.
-        told: set when somebody has reached us, or the first that were asked have answered.
+        verdicts: REACHED or FAILED by address family ("ip4", "ip6"). The first REACHED counts at once; any other change
+            needs two rounds of dial-backs that decide, one after the other.
+        latest: what the last round that decided said of a family.
+        is_suspected: whether there is no verdict, and nobody who was asked has reached us yet.
+    """
+
+    verdicts: Mapping[str, DialBack] = field(default_factory=dict)
+    latest: Mapping[str, DialBack] = field(default_factory=dict)
+    is_suspected: bool = False
+
+    @property
+    def shut_families(self) -> set[str]:
+        """The families over which nobody elsewhere can dial us."""
+        return {family for family, verdict in self.verdicts.items() if verdict is DialBack.FAILED}
+
+    @property
+    def needs_relays(self) -> bool:
+        return bool(self.shut_families) or self.is_suspected
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether nobody elsewhere can dial us over any family."""
+        return bool(self.verdicts) and len(self.shut_families) == len(self.verdicts)
+
+    @property
+    def is_settled(self) -> bool:
+        return bool(self.verdicts) and self.verdicts == self.latest
+
+    def after(self, results: Collection[tuple[str, DialBack]]) -> Standing:
+        """The standing after a round: the result of each peer that was asked, with the family of its address."""
+        verdicts, latest = dict(self.verdicts), dict(self.latest)
+        for family in {family for family, _ in results}:
+            decided = majority(result for of, result in results if of == family)
+            if decided is DialBack.UNKNOWN:
+                continue
+            if decided is latest.get(family) or (decided is DialBack.REACHED and family not in verdicts):
+                verdicts[family] = decided
+            latest[family] = decided
+        return Standing(verdicts, latest, is_suspected=bool(results) and not verdicts)
+
+
+class DialBacks:
+    """Has peers dial this one back now and then.
+
+    Attributes:
+        standing: what follows from their answers.
+        told: set when one of them has reached us, or the first that were asked have answered.
     """
 
     def __init__(
@@ -67,17 +111,17 @@ class Reachability:
             refusal: says why a peer is not asked.
             preferred: the peers that are asked before others.
         """
-        self.verdict = self._before = DialBack.UNKNOWN
-        self.is_shut = self.needs_relays = False
+        self.standing = Standing()
         self.told = trio.Event()
         self._control_path = control_path
         self._peer_id = peer_id
         self._maddrs = maddrs
         self._refusal = refusal
         self._preferred = preferred
+        self._rng = random.Random()
 
     async def ask(self) -> float:
-        """Ask up to three peers that we are connected to at public addresses. Takes up to 20 s.
+        """Ask some of the peers that we are connected to at public addresses. Takes up to 20 s.
 
         Returns how long to wait until the next time. Raises PeerLostError if the daemon does not answer.
         """
@@ -87,41 +131,29 @@ class Reachability:
             result, detail = await dial_back(self._control_path, peer_id, self._peer_id, self._maddrs())
             logger.debug("a dial-back by %s: %s, %s", peer_id, result.value, detail)
             results.append((family, result))
-            if result is DialBack.REACHED and self.verdict is DialBack.UNKNOWN:
-                self.needs_relays = False
+            if result is DialBack.REACHED:
+                self.standing = replace(self.standing, is_suspected=False)
                 self.told.set()
 
         try:
             known = await public_peers(self._control_path, CONTROL_TIMEOUT_S)
             allowed = {peer: maddr for peer, maddr in known.items() if self._refusal(peer) is None}
-            asked = whom_to_ask(allowed, self._maddrs(), self._preferred)
-            if asked and self.verdict is DialBack.UNKNOWN:
-                self.needs_relays = True  # unless they say otherwise
+            asked = whom_to_ask(allowed, self._maddrs(), self._preferred, self._rng)
+            if asked and not self.standing.verdicts:
+                self.standing = replace(self.standing, is_suspected=True)
             async with trio.open_nursery() as nursery:
                 for peer_id, family in asked.items():
                     nursery.start_soon(one, peer_id, family)
-            return self._take(results)
+            self.standing = self.standing.after(results)
         finally:
             self.told.set()
-
-    def _take(self, results: list[tuple[str, DialBack]]) -> float:
-        """Take what was told in a round. Returns how long to wait until the next one."""
-        verdicts = by_family(results)
-        decided = next((v for v in (DialBack.FAILED, DialBack.REACHED) if v in verdicts), DialBack.UNKNOWN)
-        if decided is not DialBack.UNKNOWN:
-            is_first = self.verdict is DialBack.UNKNOWN and decided is DialBack.REACHED
-            if is_first or decided is self._before:
-                self.verdict, self.is_shut = decided, DialBack.REACHED not in verdicts
-            self._before = decided
-        if self.verdict is not DialBack.UNKNOWN:
-            self.needs_relays = self.verdict is DialBack.FAILED
-        elif results:
-            self.needs_relays = True
-        return ASK_EVERY_S if decided is self.verdict is not DialBack.UNKNOWN else ASK_SOON_S
+        return ASK_EVERY_S if self.standing.is_settled else ASK_SOON_S
 
 
-def whom_to_ask(peers: Mapping[str, str], own: Iterable[str], preferred: Collection[str]) -> dict[str, str]:
-    """Draw at most three peers, each with the family of its address ("ip4" or "ip6").
+def whom_to_ask(
+    peers: Mapping[str, str], own: Iterable[str], preferred: Collection[str], rng: random.Random
+) -> dict[str, str]:
+    """Draw at most three peers for each address family, each with that family ("ip4" or "ip6").
 
     One of each network, so that many identities of one machine have one voice; none of our own network, whose firewall
     we may share; and none that would dial a family in which we have no public address.
@@ -131,21 +163,16 @@ def whom_to_ask(peers: Mapping[str, str], own: Iterable[str], preferred: Collect
         own: our addresses.
         preferred: the peers that are taken first.
     """
-    public = [maddr for maddr in own if scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)]
-    ours, families = set(map(network_of, public)), {maddr.split("/")[1] for maddr in public}
+    public = [maddr for maddr in own if is_direct_public(maddr)]
+    families = {maddr.split("/")[1] for maddr in public}
+    taken = {"", *map(network_of, public)}
     drawn: dict[str, str] = {}
-    taken = {"", *ours}
-    for peer in sorted(random.sample(sorted(peers), len(peers)), key=lambda peer: peer not in preferred):
+    for peer in sorted(rng.sample(sorted(peers), len(peers)), key=lambda peer: peer not in preferred):
         network, family = network_of(peers[peer]), peers[peer].split("/")[1]
-        if network not in taken and family in families and len(drawn) < MAX_ASKED:
+        if network not in taken and family in families and list(drawn.values()).count(family) < MAX_ASKED:
             taken.add(network)
             drawn[peer] = family
     return drawn
-
-
-def by_family(results: Collection[tuple[str, DialBack]]) -> set[DialBack]:
-    """What most say of each address family."""
-    return {majority(result for of, result in results if of == family) for family, _ in results}
 
 
 def majority(results: Iterable[DialBack]) -> DialBack:

@@ -1,14 +1,15 @@
 """Direct connections between two peers that are each behind a router or firewall (TCP hole punching).
 
-Both dial each other's outer address at once, from the port that they listen on. A router lets in packets that look like
-an answer, so the first packet of each peer opens its own router for the other. A relay sees the outer addresses of
-both, and tells both to dial at one moment (`relay.Relay`). The messages are those of the circuit relay.
+Both dial each other's outer address at once, normally from the port that they listen on. A router lets in packets that
+look like an answer, so the first packet of each peer opens its own router for the other. A relay sees the outer
+addresses of both, and tells both to dial at one moment (`relay.Relay`). The messages are those of the circuit relay.
 
 Packets that cross make a TCP connection without a listening end (RFC 9293, simultaneous open). Two p2pds would then
 both be the client of the handshake, which fails. So only the peer that asks has its p2pd dial. The asked one dials
 here, and passes all bytes on to its own p2pd, which sees a connection that it has accepted. If its machine has a public
-address, it dials from a port of its own choice, which it tells the other. The other's p2pd may have dialled the port on
-which we listen in vain, as libp2p's DHT names it: then it refuses to for some seconds, and Linux routers drop answers.
+IPv4 address, it dials from a new port, and names that port in its answer. The asking p2pd knows the listening port from
+libp2p's DHT, and may just have dialled it in vain. p2pd then refuses that address for some seconds, and Linux's
+connection tracking can spoil the simultaneous open.
 
 It works between routers that give a machine one outer port for all destinations, as most home routers do. Otherwise
 each peer dials a port that the other's router does not open, both dials end after 4 s, and the peers use the relay.
@@ -85,16 +86,16 @@ def peer_at(peer_id: str, outer: Outer) -> Peer:
     return Peer(id=peer_id_bytes(peer_id), addrs=[Multiaddr(f"/ip4/{host}/tcp/{port}").to_bytes()])
 
 
-def agreed(peer_id: str, port: int | None) -> StopMessage:
-    """A peer's answer that it dials, from the port that it names, if any, and else from where its relay sees it."""
+def agreement(peer_id: str, port: int | None) -> StopMessage:
+    """The answer to a relay that we dial. It names our port, if that is not the one at which the relay sees us."""
     message = StopMessage(type=StopMessage.STATUS, status=Status.OK)
     if port is not None:
         message.peer.CopyFrom(Peer(id=peer_id_bytes(peer_id), addrs=[Multiaddr(f"/tcp/{port}").to_bytes()]))
     return message
 
 
-def dials_from(answer: StopMessage, seen: Outer) -> Outer:
-    """From where a peer that gave this answer dials: `seen` is where its relay sees it."""
+def outer_named(answer: StopMessage, seen: Outer) -> Outer:
+    """The outer address from which a peer dials: `seen` by its relay, with the port that its answer names, if any."""
     with contextlib.suppress(Exception):  # the parser raises many types
         if port := port_of(Multiaddr(answer.peer.addrs[0])):
             return seen[0], port
@@ -164,7 +165,7 @@ class End(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def joined(listening: Outer, outer: Outer, port: int | None = None) -> AsyncIterator[End]:
-    """Connect to an outer address from the port on which p2pd listens, or another one, and join that to one to p2pd.
+    """Connect to `outer` from `port` (default: the one on which p2pd listens), connect to p2pd, and join the two.
 
     If the block ends without an error, both last until one of them is closed; otherwise both are aborted. Raises
     PeerLostError.
@@ -184,7 +185,7 @@ async def joined(listening: Outer, outer: Outer, port: int | None = None) -> Asy
                     unless_done.callback(end.transport.abort)
                     ends.append(end)
             except OSError as error:
-                raise PeerLostError(f"dialling from our own port: {error}") from None
+                raise PeerLostError(f"dialling from port {port or listening[1]}: {error}") from None
         remote, own = ends
         # Before either starts, as the bytes that one writes may make the other pause it.
         remote.other, own.other = own.transport, remote.transport
@@ -273,15 +274,15 @@ class Puncher:
         relays: Callable[[], Collection[str]],
         refusal: Refusal,
         *,
-        has_public: bool = False,
+        has_public_ip4: bool,
     ) -> None:
         """
         Args:
             maddrs: returns our own addresses.
             relays: returns the relays at which we have a reservation; they may ask us to dial.
-            has_public: whether this machine has a public IPv4 address, so that others see its ports as they are.
+            has_public_ip4: whether this machine has a public IPv4 address, so that others see its ports as they are.
         """
-        self._has_public = has_public
+        self._has_public_ip4 = has_public_ip4
         self.service = Service("dialling a peer at the same time", MAX_AT_ONCE)
         self._control_path = control_path
         self._peer_id = peer_id
@@ -311,12 +312,12 @@ class Puncher:
             if is_connected or not self._agrees(relay.remote, peer_id, budget):
                 await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
                 return
-        port = free_port() if self._has_public else None
+        port = free_port() if self._has_public_ip4 else None
         done = self._asked[peer_id] = trio.Event()
         try:
             with budget.place():
                 with trio.fail_after(ASK_TIMEOUT_S):
-                    await send_message(relay, agreed(self._peer_id, port))
+                    await send_message(relay, agreement(self._peer_id, port))
                     now, _ = await receive_message(relay, StopMessage)
                 # Before we dial, or the relay could see when the dial ends, and so which ports are open where.
                 await relay.aclose()
@@ -393,10 +394,10 @@ class Puncher:
                     await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{dialled}"], DIAL_TIMEOUT_S)
         except (PeerLostError, trio.TooSlowError) as error:
             budget.failed.add(peer_id)
-            logger.log(level, "no direct connection to %s, which cannot be dialled either", peer_id)
+            logger.log(level, "no direct connection to %s: dialling each other at once failed; using a relay", peer_id)
             logger.debug("dialling %s at the same time: %s", peer_id, error)
         else:
-            logger.log(level, "connected directly to %s, which cannot be dialled either", peer_id)
+            logger.log(level, "connected directly to %s, by dialling each other at once", peer_id)
 
     async def _join(self, peer_id: str, outer: Outer, port: int | None) -> End:
         """Dial a peer, and join that connection to one to p2pd. Returns one end. Raises PeerLostError."""

@@ -26,7 +26,7 @@ from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.daemon import Connections, open_stream, public_peers
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
-from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, dials_from, outer_of, peer_at
+from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, outer_named, outer_of, peer_at
 from p2ptrain.network.socket_stream import Service, SocketStream, receive_message, send_message
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream, said_here
@@ -90,20 +90,20 @@ class Relay:
 
     def take(self, stream: SocketStream) -> None:
         """Take a stream for the hop protocol from a peer. Called in the event loop."""
-        self.service.take(stream, lambda source: self._answer(source, self._connect))
+        self.service.take(stream, lambda source: self._answer(source, self._connect, may_reserve=True))
 
     def take_punch(self, stream: SocketStream) -> None:
         """Take a stream from a peer that wants a direct connection, see `punch`. Called in the event loop."""
-        self.service.take(stream, lambda source: self._answer(source, self._introduce))
+        self.service.take(stream, lambda source: self._answer(source, self._introduce, may_reserve=False))
 
-    async def _answer(self, stream: SocketStream, connect: Connect) -> None:
+    async def _answer(self, stream: SocketStream, connect: Connect, *, may_reserve: bool) -> None:
         with trio.fail_after(REQUEST_TIMEOUT_S):
             request, _ = await receive_message(stream, HopMessage)
         if self._refusal(stream.remote) is not None:
             await send_message(stream, _status(Status.PERMISSION_DENIED))
             return
         match request.type if request.HasField("type") else None:
-            case HopMessage.RESERVE if connect == self._connect:
+            case HopMessage.RESERVE if may_reserve:
                 await send_message(stream, self._reserve(stream.remote))
             case HopMessage.CONNECT:
                 target = _target_of(request)
@@ -172,7 +172,7 @@ class Relay:
         try:
             await send_message(stop, StopMessage(type=StopMessage.STATUS, status=Status.OK))
             told = HopMessage(
-                type=HopMessage.STATUS, status=Status.OK, peer=peer_at(target, dials_from(answer, theirs))
+                type=HopMessage.STATUS, status=Status.OK, peer=peer_at(target, outer_named(answer, theirs))
             )
             await send_message(source, told)
         finally:
@@ -276,7 +276,7 @@ class Reservations:
         return self._reserved.keys()
 
     def drop(self) -> None:
-        """Renew none of them, as we can be dialled."""
+        """Forget our reservations and their addresses. The relays let them expire."""
         self._reserved, self.maddrs = {}, ()
 
     async def renew(self) -> None:

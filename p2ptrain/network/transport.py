@@ -19,14 +19,14 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, p2pd_pb2
 from p2ptrain.network.addresses import by_peer_id, has_public_address, peer_id_bytes, ways_in
 from p2ptrain.network.daemon import CONTROL_TIMEOUT_S, Daemon, ask, dial, identify, open_stream, own_maddrs
-from p2ptrain.network.dial_back import ASK_SOON_S, DialBack, Reachability
+from p2ptrain.network.dial_back import ASK_SOON_S, DialBack, DialBacks, Standing
 from p2ptrain.network.identity import Identity, Signatures
 from p2ptrain.network.punch import PUNCH, Puncher
 from p2ptrain.network.relay import HOP, RENEW_EVERY_S, Relay, Reservations
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.network.ways import RATE, RateCounter
-from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
+from p2ptrain.protocol.membership.reachability import is_direct_public, is_public
 from p2ptrain.protocol.wire.transport import Refusal
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -80,19 +80,21 @@ class LibP2P:
         self._errors = ErrorLog(logger)
         self._reservations = Reservations(self.control_path, refusal)
         self._renewing = trio.Lock()
-        self._has_public = has_public_address(config.host_maddrs, config.announce_maddrs)
+        has_public = has_public_address(config.host_maddrs, config.announce_maddrs)
         has_ip4 = has_public_address([maddr for maddr in config.host_maddrs if maddr.startswith("/ip4/")], ())
         relays, maddrs = self._reservations.relays, lambda: self.maddrs
-        self._puncher = Puncher(self.control_path, self.peer_id, maddrs, relays, refusal, has_public=has_ip4)
+        self._puncher = Puncher(self.control_path, self.peer_id, maddrs, relays, refusal, has_public_ip4=has_ip4)
         self._relay: Relay | None = None
-        self._reachability: Reachability | None = None
+        # Nobody dials a private address; an announced one is believed; of any other, peers elsewhere are asked.
+        self._fixed = Standing({"ip4": DialBack.REACHED if has_public else DialBack.FAILED})
+        self._dial_backs: DialBacks | None = None
         rates = RateCounter(refusal)
         self._services = [rates.service, self._puncher.service]
         self._takes: dict[str, Callable[[SocketStream], None]] = {RATE: rates.take, PUNCH: self._take_punch}
-        if self._has_public and not is_public(config.announce_maddrs):
+        if has_public and not is_public(config.announce_maddrs):
             known = by_peer_id(ways_in(config))
-            self._reachability = Reachability(self.control_path, self.peer_id, maddrs, refusal, known)
-        if self._has_public and config.relay_peers:
+            self._dial_backs = DialBacks(self.control_path, self.peer_id, maddrs, refusal, known)
+        if has_public and config.relay_peers:
             self._relay = Relay(self.control_path, config.relay_peers, config.relay_mbit, refusal)
             self._services.append(self._relay.service)
             self._takes[HOP] = self._take_hop
@@ -123,7 +125,7 @@ class LibP2P:
         with trio.move_on_after(OPEN_TIMEOUT_S):
             await self._online.wait()
             if maddrs:
-                if self._needs_relays():
+                if self._standing.needs_relays:
                     await self._puncher.reach(peer_id, maddrs)
                 await dial(self.control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
             return await open_stream(self.control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S, among=self._streams)
@@ -151,10 +153,10 @@ class LibP2P:
             await ask(self.control_path, request, CONTROL_TIMEOUT_S)
             await self._refresh_maddrs()
             async with open_background() as background:
-                if self._reachability is not None:
-                    background.start_soon(self._keep_reachability, self._reachability)
+                if self._dial_backs is not None:
+                    background.start_soon(self._keep_dial_backs, self._dial_backs)
                     with trio.move_on_after(FIRST_DIAL_BACK_S):
-                        await self._reachability.told.wait()
+                        await self._dial_backs.told.wait()
                 with trio.move_on_after(FIRST_RESERVATIONS_S):
                     await self._renew()
                 await self._refresh_maddrs()
@@ -183,23 +185,22 @@ class LibP2P:
             stream.fail("too many streams")
 
     def _take_hop(self, stream: SocketStream) -> None:
-        if self._relay is not None and not self._is_shut():
+        if self._relay is not None and not self._standing.is_shut:
             self._relay.take(stream)
         else:
             stream.fail("no relay, as peers elsewhere cannot dial this one")
 
     def _take_punch(self, stream: SocketStream) -> None:
         """Pass on a request for a direct connection, of a relay of ours or of a peer for which we are one."""
-        if self._relay is None or self._is_shut() or stream.remote in self._reservations.relays():
+        # A peer that is our relay is taken to speak as one.
+        if self._relay is None or self._standing.is_shut or stream.remote in self._reservations.relays():
             self._puncher.take(stream)
         else:
             self._relay.take_punch(stream)
 
-    def _needs_relays(self) -> bool:
-        return not self._has_public if self._reachability is None else self._reachability.needs_relays
-
-    def _is_shut(self) -> bool:
-        return self._reachability is not None and self._reachability.is_shut
+    @property
+    def _standing(self) -> Standing:
+        return self._fixed if self._dial_backs is None else self._dial_backs.standing
 
     def _go_offline(self) -> None:
         if self._online.is_set():  # else some may be waiting for the present event
@@ -247,35 +248,35 @@ class LibP2P:
     async def _renew(self) -> None:
         """Renew our reservations, or drop them if we need none. Raises PeerLostError."""
         async with self._renewing:
-            if self._needs_relays():
+            if self._standing.needs_relays:
                 await self._reservations.renew()
             else:
                 self._reservations.drop()
 
-    async def _keep_reachability(self, reachability: Reachability) -> None:
+    async def _keep_dial_backs(self, dial_backs: DialBacks) -> None:
         """Have peers dial us back, and take places at relays while they fail."""
         while True:
-            wait_s, before, needed = ASK_SOON_S, reachability.verdict, reachability.needs_relays
+            wait_s, before = ASK_SOON_S, dial_backs.standing
             with self._errors.containing("asking for dial-backs"), contextlib.suppress(PeerLostError):
-                wait_s = await reachability.ask()
-                if reachability.verdict is not before:
-                    self._tell_reachability(before, reachability.verdict)
-                if reachability.needs_relays != needed:
+                wait_s = await dial_backs.ask()
+                self._tell_standing(before)
+                if dial_backs.standing.needs_relays != before.needs_relays:
                     await self._renew()
                     await self._refresh_maddrs()
             await trio.sleep(wait_s)
 
-    def _tell_reachability(self, before: DialBack, now: DialBack) -> None:
-        if now is DialBack.FAILED:
-            direct = [maddr.partition("/p2p/")[0] for maddr in self.maddrs if not is_relayed(maddr)]
+    def _tell_standing(self, before: Standing) -> None:
+        now = self._standing.shut_families
+        direct = [maddr.partition("/p2p/")[0] for maddr in self.maddrs if is_direct_public(maddr)]
+        if shut := [maddr for maddr in direct if maddr.split("/")[1] in now - before.shut_families]:
             logger.warning(
-                "peers elsewhere cannot dial this peer: a firewall lets nobody in to %s. Others that cannot be dialled "
-                "reach it by dialling at the same time, or through relays. To change that, open this TCP port in the "
-                "firewall, of the provider too",
-                ", ".join(maddr for maddr in direct if scope_of(maddr) is Scope.PUBLIC) or "its public address",
+                "peers in other networks cannot dial %s: a firewall blocks it. This peer now uses relays, and direct "
+                "connections that both ends dial at once. To be dialled, open this TCP port in the firewall of this "
+                "machine, and in the provider's",
+                ", ".join(shut),
             )
-        elif before is DialBack.FAILED:
-            logger.info("peers elsewhere can dial this peer now; it uses no relays")
+        elif before.shut_families and not now:
+            logger.info("peers in other networks can dial this peer now; it uses no relays")
 
     async def _watch(self, daemon: Daemon) -> None:
         await daemon.exited.wait()

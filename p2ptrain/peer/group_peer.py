@@ -226,9 +226,9 @@ class GroupPeer:
         self._follow("load_state_dict")
         return taken
 
-    def may_train(self, model: torch.nn.Module) -> bool:
-        """As `Peer.may_train`, for the model of this rank."""
-        return self._parts.may_be_in(model)
+    def shares_weights_with(self, model: torch.nn.Module) -> bool:
+        """As `Peer.shares_weights_with`, for the model of this rank."""
+        return self._parts.shares_weights_with(model)
 
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
         """All ranks: the weights of the last round by parameter name, as float32 CPU tensors.

@@ -190,8 +190,11 @@ class ModelParts:
         self._seen = list(chain.from_iterable(self._held))
         self._frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
 
-    def may_be_in(self, model: torch.nn.Module) -> bool:
-        """Whether `model` has a parameter or its memory, or hides its own, as sharding wrappers do."""
+    def shares_weights_with(self, model: torch.nn.Module) -> bool:
+        """Whether `model` has one of our parameters, or one in the same memory.
+
+        Also True if it has parameters that cannot be compared, such as those of sharding wrappers.
+        """
         ours = {*map(id, self.parameters), *(tensor.data_ptr() for tensor in self.tensors)}
         return any(
             type(p) is not torch.nn.Parameter or not p.numel() or not ours.isdisjoint((id(p), p.data_ptr()))
@@ -259,13 +262,13 @@ class ModelParts:
         }
 
     def distance_to(self, flat: torch.Tensor) -> float:
-        """How far the weights are from a vector as in `unflatten`, as a share of its norm; 0.0 if one cannot tell."""
-        norm = float(flat.norm())
-        if self.is_sharded or norm == 0.0:
+        """Distance of the weights from those in `flat`, relative to their norm; 0.0 if unknown."""
+        if self.is_sharded:
             return 0.0
-        pairs = zip(self.unflatten(flat).values(), self.parameters, strict=True)
-        squares = [float((there - here.detach().to("cpu", torch.float32)).square().sum()) for there, here in pairs]
-        return math.sqrt(sum(squares)) / norm
+        there = self.unflatten(flat).values()
+        apart = [a - b.detach().to("cpu", torch.float32) for a, b in zip(there, self.parameters, strict=True)]
+        norm, distance = (math.sqrt(sum(float(t.square().sum()) for t in of)) for of in (there, apart))
+        return distance / norm if norm else 0.0
 
 
 def _check_same(sha256: str, ranks: ProcessGroup) -> None:

@@ -139,7 +139,7 @@ class Peer:
 
         resumed = joining.resume_state
         restored = None if resumed is None else from_dict(resumed, self._exchange.new_state())
-        apart = 0.0 if restored is None else parts.distance_to(torch.from_numpy(restored.state.anchor))
+        distance = 0.0 if restored is None else parts.distance_to(torch.from_numpy(restored.state.anchor))
         parts.claim()
         self._workers = Workers(joining.worker_threads)
         try:
@@ -157,11 +157,11 @@ class Peer:
         except BaseException:
             self.leave("could not join")
             raise
-        if restored is not None and apart > FAR and self.run_step == restored.run_step:  # and not the swarm's
+        if restored is not None and distance > FAR and self.run_step == restored.run_step:  # and not the swarm's
             logger.warning(
                 "the model's weights differ from those of the state to resume from by %.1f times their size: if you "
                 "saved them with it, load them into the model before join(), or the next round averages these",
-                apart,
+                distance,
             )
         state_sync = self._runner.last_ready.state_sync
         self.founded, self.run_founder = state_sync.joining.founded, state_sync.run_founder
@@ -327,9 +327,9 @@ class Peer:
             relayed=node.links.relayed(),
         )
 
-    def may_train(self, model: torch.nn.Module) -> bool:
-        """Whether `model` is, contains or wraps the one that has joined. True if a wrapper hides its parameters."""
-        return self._parts.may_be_in(model)
+    def shares_weights_with(self, model: torch.nn.Module) -> bool:
+        """Whether `model` has one of the weights that have joined, or some that a wrapper hides."""
+        return self._parts.shares_weights_with(model)
 
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
         """The agreed weights of the last round: fp32 copies on the CPU by parameter name.

@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float32]
 
 
 def to_dict(head: Head, history: History, run_step: int, vectors: Sequence[Array]) -> dict[str, Any]:
-    """The result of `Peer.state_dict`. Its tensors share the memory of `vectors`: anchor, then moments."""
+    """`Peer.state_dict` without its `run`. Its tensors share the memory of `vectors`: anchor, then moments."""
     anchor, *moments = map(torch.from_numpy, vectors)
     past = SavedHistory(history.genesis, tuple(history.entries[-RECENT_ENTRIES:]))
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +38,15 @@ def read_text(path: Path) -> str:
     if len(content) > MAX_TEXT_BYTES:
         raise OSError(errno.EFBIG, f"has more than {MAX_TEXT_BYTES:,} bytes", str(path))
     return content.decode("utf-8")
+
+
+def try_to_write(directory: Path) -> None:
+    """Raise OSError unless files can be written in a directory. It leaves none there.
+
+    As root, `os.access` allows writing to /proc, and to a file system that is mounted read-only.
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(b"1")  # fails on a full disk, where an empty file can still be made
 
 
 def write_whole(path: Path, content: bytes) -> None:

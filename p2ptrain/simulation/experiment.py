@@ -19,7 +19,7 @@ from p2ptrain.settings.table import did_you_mean, read_toml
 from p2ptrain.simulation.schedule import KINDS, RandomFault, ScheduledEvent, check_schedule
 
 # Settings of a run that a simulation takes; it does not use the others, or chooses them itself.
-OF_RUN = {field.name for field in dataclasses.fields(RunConfig)} - {
+SIMULATED = {field.name for field in dataclasses.fields(RunConfig)} - {
     "run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data",
 }  # fmt: skip
 # The demo model, with settings tuned by simulation.
@@ -99,10 +99,10 @@ class Experiment:
                 run["total_steps"] = value
             elif name in own:
                 values[name] = _converted(name, value, own[name].default)
-            elif name in OF_RUN:
+            elif name in SIMULATED:
                 run[name] = value
             else:
-                raise ConfigError(f"unknown setting {name!r}; {did_you_mean(name, {'steps', *own, *OF_RUN})}")
+                raise ConfigError(f"unknown setting {name!r}; {did_you_mean(name, {'steps', *own, *SIMULATED})}")
         run["run_seed"] = values.get("seed", 0)
         run["data"] = "stdlib" if values.get("data", "stdlib") == "stdlib" else "text"
         return cls(run=resolve_run(run, None), **values)

@@ -39,13 +39,7 @@ def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = T
     try:
         model = build_of(run)
     except ConfigError as error:
-        module, cause = run.model.partition(":")[0], error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{module}.".startswith(f"{cause.name}."):
-            raise ConfigError(
-                f"the checkpoint in {path} was made with {run.model}: run this in the directory that holds "
-                f"{module.partition('.')[0]}, or add it to PYTHONPATH"
-            ) from error
-        raise
+        raise ConfigError(f"the checkpoint in {path}: {error}") from error
     load_saved(model, saved.state["model"], run, "use that version")
     if tokenizer is not None:
         found = find_tokenizer(tokenizer)

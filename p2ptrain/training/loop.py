@@ -143,21 +143,13 @@ def run_training(
         TransientError: the network side has ended, or the last checkpoint cannot be written.
     """
     saved_at: tuple[int, int] | None = None
-    failed_at: tuple[int, int] | None = None
 
-    def save(if_not: str = "") -> bool:
-        """Write a checkpoint, unless one of this step and round was written, or failed. Returns whether it is there.
-
-        `if_not`: what the error says after its reason.
-        """
-        nonlocal saved_at, failed_at
+    def save() -> bool:
+        """Write a checkpoint, unless the newest one is of this step and round. Returns whether it is now."""
+        nonlocal saved_at
         at = peer.run_step, peer.round
-        if at not in (saved_at, failed_at):
-            try:
-                is_written = save_checkpoint(peer, trainer, out, if_not, is_closed=config.network.key is not None)
-                saved_at, failed_at = (at, failed_at) if is_written else (saved_at, at)
-            except TimeoutError as error:
-                logger.warning("no checkpoint was written now: %s", error)
+        if at != saved_at and save_checkpoint(peer, trainer, out, is_closed=config.network.key is not None):
+            saved_at = at
         return saved_at == (peer.run_step, peer.round)
 
     try:
@@ -184,7 +176,7 @@ def _train(
     trainer: Trainer,
     config: PeerConfig,
     *,
-    save: Callable[[str], bool],
+    save: Callable[[], bool],
     stop: Callable[[], bool],
     on_progress: Callable[[TrainingProgress], None],
     on_sample_due: Callable[[], None],
@@ -210,7 +202,8 @@ def _train(
             on_progress(meter.summary())
             line_s = now()
         if now() - saved_s >= 60 * config.checkpoint_minutes:
-            save("; training goes on without this checkpoint")
+            if not save() and trainer.ranks.is_first:
+                logger.warning("training goes on without this checkpoint")
             saved_s = now()
     is_merged, last = peer.finished, None
     if not stop() and not peer.failure:
@@ -231,13 +224,17 @@ def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, inter
         )
     # Ctrl-C also ends the libp2p daemon, which is no failure then.
     failure = None if interrupted else peer.failure
+    is_saved, tried_at = False, None
     if not interrupted and not failure:
         # Save before leaving, which may take ten seconds, in which a signal may come. Other peers are served meanwhile.
         # In the other cases they should not wait for this disk.
-        save()
+        is_saved = save()
+        tried_at = peer.run_step, peer.round
     why = "failed" if failure else "interrupted" if interrupted else "finished"
     peer.leave(why, landing=True)
-    if not save():  # the last round may have landed meanwhile
+    if tried_at != (peer.run_step, peer.round):  # the last round has landed meanwhile
+        is_saved = save()
+    if not is_saved:
         start = "continues from the checkpoint before" if checkpoint.checkpoints(out) else "begins anew"
         return (
             f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}, for the reason above; mend "
@@ -265,16 +262,17 @@ def _steps_to_the_end(
             peer.wait_finished(POLL_S)
 
 
-def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, if_not: str, *, is_closed: bool) -> bool:
+def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_closed: bool) -> bool:
     """All ranks: write a checkpoint of model, trainer and peer, on rank 0.
 
-    Args:
-        if_not: what the error says after its reason.
-        is_closed: whether the run has a key, without which it must not be continued.
-
-    Returns False if it cannot be written, which is logged. Raises TimeoutError if the peer's state cannot be had now.
+    `is_closed`: whether the run has a key, without which it must not be continued. Returns False (logged) if it cannot
+    be written.
     """
-    own = peer.state_dict()  # first, as it may land a round: the weights, the round and the anchor belong together
+    try:
+        own = peer.state_dict()  # first, as it may land a round: the weights, the round and the anchor belong together
+    except TimeoutError as error:
+        logger.warning("no checkpoint was written now: %s", error)
+        return False
     info = {
         "run": peer.run.to_dict(),
         "is_closed": is_closed,
@@ -292,7 +290,7 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, if_not:
             logger.info("wrote checkpoint %s", path)
             is_written = True
         except CheckpointError as error:
-            logger.error("%s%s", error, if_not)
+            logger.error("%s", error)
     return trainer.ranks.any(is_written)
 
 

@@ -6,7 +6,6 @@ with the process, also after a crash. The identity has its own lock, in `network
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.files import try_to_write
 from p2ptrain.settings.peer_config import default_dir
 
 # Guess: nobody starts more peers than this in one directory without --out.
@@ -75,8 +75,8 @@ def make_directory(directory: Path) -> None:
 def check_writable(directory: Path) -> None:
     """Create a directory if it is missing, and check that files can be written there. Raises ConfigError if not."""
     make_directory(directory)
-    with writing_to(directory), tempfile.TemporaryFile(dir=directory) as file:
-        file.write(b"1")  # fails on a full disk, where an empty file can still be made
+    with writing_to(directory):
+        try_to_write(directory)
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def writing_to(directory: Path) -> Iterator[None]:
         if directory.is_file():
             raise ConfigError(f"{directory} is a file; give a directory, or a name for a new one") from error
         raise ConfigError(
-            f"directory {directory} cannot be used ({error.strerror}); give one that is writable"
+            f"directory {directory} cannot be used ({error.strerror or error}); give one that is writable"
         ) from error
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import random
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import AsyncMock, call
 
@@ -17,9 +19,10 @@ from p2ptrain.network.dial_back import (
     ASK_SOON_S,
     MAX_ASKED,
     DialBack,
-    Reachability,
-    by_family,
+    DialBacks,
+    Standing,
     dial_back,
+    majority,
     question,
     read_answer,
     whom_to_ask,
@@ -83,21 +86,19 @@ def test_what_is_no_answer_is_refused(message: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("results", "by"),
+    ("results", "decided"),
     [
-        ("", set()),
-        ("4? 4?", {UNKNOWN}),
-        ("4+", {REACHED}),
-        ("4- 4?", {FAILED}),
-        ("4+ 4-", {UNKNOWN}),
-        ("4+ 4- 4+", {REACHED}),
-        ("4- 4+ 4-", {FAILED}),
-        ("4+ 6- 6-", {REACHED, FAILED}),
-        ("4- 4+ 6-", {UNKNOWN, FAILED}),
+        ("", UNKNOWN),
+        ("4? 4?", UNKNOWN),
+        ("4+", REACHED),
+        ("4- 4?", FAILED),
+        ("4+ 4-", UNKNOWN),
+        ("4+ 4- 4+", REACHED),
+        ("4- 4+ 4-", FAILED),
     ],
 )
-def test_one_of_three_that_lies_decides_nothing(results: str, by: set[DialBack]) -> None:
-    assert by_family(of(results)) == by
+def test_one_of_three_that_lies_decides_nothing(results: str, decided: DialBack) -> None:
+    assert majority(result for _, result in of(results)) is decided
 
 
 def of(results: str) -> list[tuple[str, DialBack]]:
@@ -113,71 +114,79 @@ ELSEWHERE = {peer: f"/ip4/{host}.1.1.1/tcp/4001" for host, peer in enumerate("ab
 def test_peers_of_other_networks_are_asked_and_one_of_each() -> None:
     relayed = f"/ip4/16.1.1.2/tcp/4001/p2p/{ID}/p2p-circuit"
     own = [OWN, "/ip4/192.168.1.5/tcp/4001", relayed]
+    rng = random.Random(0)
     for _ in range(20):
-        assert len(whom_to_ask(ELSEWHERE, own, ())) == MAX_ASKED
-        assert "e" in whom_to_ask(ELSEWHERE, own, ("e",))
-        assert "f" in whom_to_ask({"f": ELSEWHERE["f"]}, own, ())
+        assert len(whom_to_ask(ELSEWHERE, own, (), rng)) == MAX_ASKED
+        assert "e" in whom_to_ask(ELSEWHERE, own, ("e",), rng)
+        assert "f" in whom_to_ask({"f": ELSEWHERE["f"]}, own, (), rng)
         one_machine = {**ELSEWHERE, **{f"liar{number}": f"/ip4/9.9.9.9/tcp/{number}" for number in range(1, 200)}}
-        assert sum(peer.startswith("liar") for peer in whom_to_ask(one_machine, own, ())) <= 1
-    assert not whom_to_ask({"inside": "/ip4/5.188.200.2/tcp/4001"}, own, ("inside",))
+        assert sum(peer.startswith("liar") for peer in whom_to_ask(one_machine, own, (), rng)) <= 1
+    assert not whom_to_ask({"inside": "/ip4/5.188.200.2/tcp/4001"}, own, ("inside",), rng)
 
 
 def test_peers_are_asked_over_families_of_which_there_is_a_public_address() -> None:
     peers = {"four": "/ip4/9.9.9.9/tcp/1", "six": "/ip6/2001:4860:4860::8888/tcp/1", "name": "/dns4/example.org/tcp/1"}
-    assert whom_to_ask(peers, [OWN, "/ip6/fd00::1/tcp/1"], ()) == {"four": "ip4"}
-    assert whom_to_ask(peers, ["/ip4/10.0.0.1/tcp/1", "/ip6/2a00::1/tcp/1"], ()) == {"six": "ip6"}
-    assert whom_to_ask(peers, [OWN, "/ip6/2a00::1/tcp/1"], ()) == {"four": "ip4", "six": "ip6"}
+    assert whom_to_ask(peers, [OWN, "/ip6/fd00::1/tcp/1"], (), random.Random(0)) == {"four": "ip4"}
+    assert whom_to_ask(peers, ["/ip4/10.0.0.1/tcp/1", "/ip6/2a00::1/tcp/1"], (), random.Random(0)) == {"six": "ip6"}
+    assert whom_to_ask(peers, [OWN, "/ip6/2a00::1/tcp/1"], (), random.Random(0)) == {"four": "ip4", "six": "ip6"}
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, rounds: list[str]) -> Iterator[tuple[Reachability, float]]:
-    """After each round of answers: what is known, and how long to wait. In a round "" nobody is connected."""
-    own = [OWN, "/ip6/2a00::1/tcp/4001"]
-    where = {"ip4": "/ip4/{}.1.1.1/tcp/4001", "ip6": "/ip6/2a{:02}::1/tcp/4001"}
-    reachability = Reachability("", "me", lambda: own, {"denied": "no"}.get, ())
-    for results in map(of, rounds):
-        peers = {str(n): where[family].format(n) for n, (family, _) in enumerate(results, start=11)}
-        told = {str(n): (result, "") for n, (_, result) in enumerate(results, start=11)}
-        public = AsyncMock(return_value=peers | {"denied": "/ip4/9.9.9.9/tcp/1"})
-        answer = AsyncMock(side_effect=lambda path, peer, me, maddrs, told=told: told[peer])
-        monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", public)
-        monkeypatch.setattr("p2ptrain.network.dial_back.dial_back", answer)
-        wait_s = trio.run(reachability.ask)
-        assert reachability.told.is_set()
-        assert sorted(answer.call_args_list) == sorted(call("", peer, "me", own) for peer in peers)
-        yield reachability, wait_s
+def after(rounds: str) -> list[Standing]:
+    """The standings after each of some rounds, such as "4+ 6- | 4-"."""
+    return list(itertools.accumulate(map(of, rounds.split("|")), Standing.after, initial=Standing()))[1:]
 
 
-def test_peers_that_fail_are_believed_twice_and_relays_used_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = ["", "4?", "4-", "4?", "4-", "4+", "4-", "4+", "4?", "4+", "4-", "4+", "4-", "4-"]
-    seen = [(r.needs_relays, r.verdict, wait_s) for r, wait_s in asked(monkeypatch, rounds)]
-    assert seen == [
-        (False, UNKNOWN, ASK_SOON_S),
-        (True, UNKNOWN, ASK_SOON_S),
-        (True, UNKNOWN, ASK_SOON_S),
-        (True, UNKNOWN, ASK_SOON_S),
-        (True, FAILED, ASK_EVERY_S),
-        (True, FAILED, ASK_SOON_S),
-        (True, FAILED, ASK_EVERY_S),
-        (True, FAILED, ASK_SOON_S),
-        (True, FAILED, ASK_SOON_S),
-        (False, REACHED, ASK_EVERY_S),
-        (False, REACHED, ASK_SOON_S),
-        (False, REACHED, ASK_EVERY_S),
-        (False, REACHED, ASK_SOON_S),
-        (True, FAILED, ASK_EVERY_S),
-    ]
-
-
-def test_who_is_reached_over_one_family_only_uses_relays_and_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_believed_twice_and_relays_used_meanwhile() -> None:
     seen = [
-        (r.needs_relays, r.is_shut) for r, _ in asked(monkeypatch, ["4+", "4+ 6- 6-", "4+ 6- 6-", "4- 6-", "4- 6-"])
+        (standing.needs_relays, standing.verdicts.get("ip4", UNKNOWN), standing.is_settled)
+        for standing in after(" | 4? | 4- | 4? | 4- | 4+ | 4- | 4+ | 4? | 4+ | 4- | 4+ | 4- | 4-")
     ]
-    assert seen == [(False, False), (False, False), (True, False), (True, True), (True, True)]
+    assert seen == [
+        (False, UNKNOWN, False),
+        (True, UNKNOWN, False),
+        (True, UNKNOWN, False),
+        (True, UNKNOWN, False),
+        (True, FAILED, True),
+        (True, FAILED, False),
+        (True, FAILED, True),
+        (True, FAILED, False),
+        (True, FAILED, False),
+        (False, REACHED, True),
+        (False, REACHED, False),
+        (False, REACHED, True),
+        (False, REACHED, False),
+        (True, FAILED, True),
+    ]
 
 
-def test_one_that_reaches_us_at_first_is_enough_until_more_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = [(r.needs_relays, r.verdict) for r, _ in asked(monkeypatch, ["4+ 4-", "4+ 4-", "4+"])]
-    assert seen == [(True, UNKNOWN), (True, UNKNOWN), (False, REACHED)]
+def test_each_family_has_its_own_verdict() -> None:
+    seen = [(s.needs_relays, s.is_shut) for s in after("4+ | 4+ 4+ 6- | 4+ 6- | 6- | 4- 6- | 4- 6- | 6+ | 6+")]
+    assert seen == [
+        (False, False),
+        (False, False),
+        (True, False),
+        (True, False),
+        (True, False),
+        (True, True),
+        (True, True),
+        (True, False),
+    ]
+
+
+def test_one_that_reaches_us_is_enough_at_first_and_a_tie_is_not() -> None:
+    assert [s.needs_relays for s in after("4+ 4- | 4+ 4- | 4+")] == [True, True, False]
+
+
+def test_who_is_refused_is_not_asked_and_it_is_asked_again_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = {"a": ELSEWHERE["a"], "denied": ELSEWHERE["b"]}
+    answer = AsyncMock(return_value=(REACHED, ""))
+    monkeypatch.setattr("p2ptrain.network.dial_back.public_peers", AsyncMock(side_effect=[{}, peers]))
+    monkeypatch.setattr("p2ptrain.network.dial_back.dial_back", answer)
+    dial_backs = DialBacks("", "me", lambda: [OWN], {"denied": "no"}.get, ())
+    assert trio.run(dial_backs.ask) == ASK_SOON_S
+    assert dial_backs.told.is_set()
+    assert trio.run(dial_backs.ask) == ASK_EVERY_S
+    assert answer.call_args_list == [call("", "a", "me", [OWN])]
 
 
 def test_the_first_that_reaches_us_is_told_before_others_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,16 +195,16 @@ def test_the_first_that_reaches_us_is_told_before_others_have_answered(monkeypat
         return (REACHED if peer == "a" else UNKNOWN), ""
 
     async def main() -> None:
-        reachability = Reachability("", "me", lambda: [OWN], no_refusal, ())
+        dial_backs = DialBacks("", "me", lambda: [OWN], no_refusal, ())
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(reachability.ask)
+            nursery.start_soon(dial_backs.ask)
             await trio.sleep(0.05)
-            assert reachability.needs_relays
-            assert not reachability.told.is_set()
-            await reachability.told.wait()
+            assert dial_backs.standing.needs_relays
+            assert not dial_backs.told.is_set()
+            await dial_backs.told.wait()
             assert trio.current_time() - began_s < 1
-            assert not reachability.needs_relays
-        assert reachability.verdict is REACHED
+            assert not dial_backs.standing.needs_relays
+        assert dial_backs.standing.verdicts == {"ip4": REACHED}
 
     clock = trio.testing.MockClock(autojump_threshold=0)
     began_s = clock.current_time()

@@ -128,7 +128,7 @@ def asked(
 ) -> tuple[list[int], list[tuple[str, Outer]]]:
     """What a peer answers when a relay sends it these messages, and whom it dials where."""
     dialled: list[tuple[str, Outer]] = []
-    puncher, stream = Puncher("", me, lambda: [], lambda: relays, refusal), FromRelay(*messages)
+    puncher, stream = Puncher("", me, lambda: [], lambda: relays, refusal, has_public_ip4=False), FromRelay(*messages)
     if asking:
         puncher._asking.add(asking)
 
@@ -181,7 +181,7 @@ def test_a_peer_does_not_dial_a_connected_peer() -> None:
 
 
 def test_strangers_streams_take_no_place() -> None:
-    puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal)
+    puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal, has_public_ip4=False)
     strangers, relayed = [FromRelay() for _ in range(2 * punch.MAX_AT_ONCE)], FromRelay()
     for stranger in strangers:
         stranger.remote = LOW
@@ -201,7 +201,7 @@ def answers(peers: list[str], dial: Callable[[], Any], relays: tuple[str, ...] =
     streams = [FromRelay(request_of(peer_id), NOW) for peer_id in peers]
 
     async def main() -> None:
-        puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal)
+        puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal, has_public_ip4=False)
         puncher._connected = nobody  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Puncher, "_join", lambda *_: dial())
@@ -272,7 +272,9 @@ def test_a_false_address_from_a_relay_keeps_us_from_no_peer(monkeypatch: pytest.
         raise PeerLostError("not now")
 
     async def main() -> None:
-        puncher = Puncher("", "Qm", lambda: [], lambda: [RELAY], lambda peer: "no" if peer == refused else None)
+        puncher = Puncher(
+            "", "Qm", lambda: [], lambda: [RELAY], lambda peer: "no" if peer == refused else None, has_public_ip4=False
+        )
         puncher._connected, puncher._ask = nobody, ask  # type: ignore[method-assign]
         monkeypatch.setattr(Puncher, "_join", lambda *_: fail())
         await puncher._answer(FromRelay(request_of(LOW), NOW))  # type: ignore[arg-type]
@@ -295,7 +297,7 @@ def test_a_peer_with_a_public_address_names_the_port_from_which_it_dials(has_pub
         return an_end()
 
     async def main() -> None:
-        puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal, has_public=has_public)
+        puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal, has_public_ip4=has_public)
         puncher._connected = nobody  # type: ignore[method-assign]
         stream = FromRelay(request_of(LOW), NOW)
         with pytest.MonkeyPatch.context() as patch:
@@ -304,7 +306,7 @@ def test_a_peer_with_a_public_address_names_the_port_from_which_it_dials(has_pub
         answer, _ = await receive_message(Given(stream.sent), StopMessage)  # type: ignore[arg-type]
         (port,) = joined_from
         assert (port is not None) is has_public
-        assert punch.dials_from(answer, OUTER) == (OUTER[0], port or OUTER[1])
+        assert punch.outer_named(answer, OUTER) == (OUTER[0], port or OUTER[1])
 
     trio.run(main)
 
@@ -314,8 +316,29 @@ def test_a_peer_with_a_public_address_names_the_port_from_which_it_dials(has_pub
 )
 def test_a_port_that_is_none_is_ignored(address: bytes) -> None:
     answer = StopMessage(type=StopMessage.STATUS, status=Status.OK, peer=Peer(id=b"x", addrs=[address]))
-    assert punch.dials_from(answer, OUTER) == OUTER
-    assert punch.dials_from(NOW, OUTER) == OUTER
+    assert punch.outer_named(answer, OUTER) == OUTER
+    assert punch.outer_named(NOW, OUTER) == OUTER
+
+
+def test_of_the_peer_that_asks_the_daemon_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled: list[tuple[str, list[str]]] = []
+
+    async def dial_it(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
+        dialled.append((peer_id, maddrs))
+
+    async def ask(point: str, peer_id: str) -> Outer:
+        return OUTER
+
+    async def main() -> None:
+        puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal, has_public_ip4=True)
+        puncher._connected, puncher._ask = nobody, ask  # type: ignore[method-assign]
+        puncher._join = Mock(side_effect=AssertionError)  # type: ignore[method-assign]
+        await puncher.reach(LOW, [f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"])
+        assert LOW not in puncher._ours.failed
+
+    monkeypatch.setattr(punch, "dial", dial_it)
+    trio.run(main)
+    assert dialled == [(LOW, ["/ip4/5.188.7.2/tcp/4001"])]
 
 
 def test_so_many_connections_are_joined_for_a_relay() -> None:
@@ -349,7 +372,7 @@ class ThatGoes(FromRelay):
 def test_a_relay_that_is_not_ours_for_a_moment_has_the_limits_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost packet can do that: our request for a longer reservation is then not answered in time."""
     relays: list[str] = []
-    puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal)
+    puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal, has_public_ip4=False)
 
     async def answer(stream: FromRelay) -> list[int]:
         await puncher._answer(stream)  # type: ignore[arg-type]
@@ -379,7 +402,7 @@ def test_a_relay_that_is_not_ours_for_a_moment_has_the_limits_that_it_had(monkey
 
 
 def test_connections_that_may_yet_be_joined_count_as_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    puncher = Puncher("", "Qm", lambda: [], lambda: [RELAY], no_refusal)
+    puncher = Puncher("", "Qm", lambda: [], lambda: [RELAY], no_refusal, has_public_ip4=False)
     streams = [FromRelay(request_of(peer_id), NOW) for peer_id in STRANGERS[: punch.MAX_AT_ONCE]]
     late = FromRelay(request_of(LOW), NOW)
 
@@ -408,7 +431,7 @@ def test_a_connection_that_p2pd_does_not_confirm_is_closed(run: Run, monkeypatch
         async with two_listening() as (p2pd, far):
             host, port = p2pd.getsockname()
             maddr = f"/ip4/{host}/tcp/{port}/p2p/{HIGH}"
-            puncher = Puncher("", HIGH, lambda: [maddr], lambda: [], no_refusal)
+            puncher = Puncher("", HIGH, lambda: [maddr], lambda: [], no_refusal, has_public_ip4=False)
             budget = DialBudget()
             await puncher._punch(LOW, far.getsockname(), budget, asked=True)
             assert LOW in budget.failed
@@ -487,7 +510,7 @@ def test_a_closed_port_is_a_lost_peer(run: Run) -> None:
         async with two_listening() as (p2pd, far):
             silent = far.getsockname()
             far.close()
-            with pytest.raises(PeerLostError, match="dialling from our own port"):
+            with pytest.raises(PeerLostError, match="dialling from port"):
                 async with punch.joined(p2pd.getsockname(), silent):
                     pass
 

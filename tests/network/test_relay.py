@@ -24,7 +24,7 @@ from p2ptrain.network import daemon, libp2p_pb2
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.daemon import ask, dial, open_stream, probe_flags, run_daemon
-from p2ptrain.network.dial_back import DialBack, Reachability
+from p2ptrain.network.dial_back import DialBack, DialBacks, Standing
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.process_lifetime import scratch_directory
@@ -32,7 +32,6 @@ from p2ptrain.network.punch import DialBudget, Outer, Puncher
 from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay, Reservations, check_answer
 from p2ptrain.network.socket_stream import receive_message, send_message, varint
 from p2ptrain.network.transport import PROTOCOL_NAME
-from p2ptrain.protocol.membership.reachability import Scope
 from p2ptrain.protocol.wire.transport import no_refusal
 from tests.network.local import Given, config, read
 
@@ -199,7 +198,7 @@ async def open_relayed() -> AsyncIterator[tuple[str, Network, Network, str]]:
 
 @pytest.fixture
 def loopback_is_the_internet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.network.daemon.scope_of", lambda maddr: Scope.PUBLIC)
+    monkeypatch.setattr("p2ptrain.network.daemon.is_direct_public", lambda maddr: True)
 
 
 class Flood:
@@ -387,12 +386,11 @@ def test_a_peer_whose_public_address_nobody_reaches_uses_relays(
     """From its start, also if there is no answer in time; and it is no relay while others say so."""
     told = trio.Event()
 
-    async def ask(self: Reachability) -> float:
+    async def ask(self: DialBacks) -> float:
         if is_silent:
-            self.needs_relays = True
+            self.standing = Standing(is_suspected=True)
             await told.wait()
-        self.verdict = DialBack.REACHED if told.is_set() else DialBack.FAILED
-        self.is_shut = self.needs_relays = not told.is_set()
+        self.standing = Standing({"ip4": DialBack.REACHED if told.is_set() else DialBack.FAILED})
         self.told.set()
         return 0.01
 
@@ -419,11 +417,13 @@ def test_a_peer_whose_public_address_nobody_reaches_uses_relays(
                 assert await status_of_relay(relay, peer.peer_id) == Status.OK
 
     monkeypatch.setattr("p2ptrain.network.transport.FIRST_DIAL_BACK_S", 0.1)
-    monkeypatch.setattr(Reachability, "ask", ask)
+    monkeypatch.setattr(DialBacks, "ask", ask)
+    # The peer listens on loopback alone.
+    monkeypatch.setattr("p2ptrain.network.transport.is_direct_public", lambda maddr: "p2p-circuit" not in maddr)
     with caplog.at_level(logging.INFO):
         run(main)
-    assert ("a firewall lets nobody in" in caplog.text) is not is_silent
-    assert ("peers elsewhere can dial this peer now" in caplog.text) is not is_silent
+    assert ("a firewall blocks it" in caplog.text) is not is_silent
+    assert ("peers in other networks can dial this peer now" in caplog.text) is not is_silent
 
 
 @pytest.mark.processes

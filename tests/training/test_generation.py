@@ -93,7 +93,8 @@ def test_a_users_model_that_is_not_here_is_named_with_its_checkpoint(tmp_path: P
     info = {"run": RunConfig(model="not_here.models:bigram").to_dict()}
     checkpoint.save(tmp_path, checkpoint.Checkpoint(1, info, {"model": {}}))
     wanted = (
-        r"^the checkpoint in .* was made with not_here\.models:bigram: run this in the directory that holds not_here, "
+        r"^the checkpoint in .*: --model not_here\.models:bigram: cannot import .*, and run this in the directory that "
+        "holds not_here, or add that to PYTHONPATH"
     )
     with pytest.raises(ConfigError, match=wanted):
         load_model(tmp_path)

@@ -7,7 +7,6 @@ import logging
 import platform
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from p2ptrain.algorithms import kernels
 from p2ptrain.formatting import count, size
 from p2ptrain.monitor.doctor.finding import Finding, Mark, ok, warning
 from p2ptrain.monitor.estimate import at_rest_bytes, in_a_round_bytes
+from p2ptrain.settings.files import try_to_write
 from p2ptrain.settings.machine import free_memory_bytes, usable_cores
 
 logger = logging.getLogger(__name__)
@@ -97,12 +97,11 @@ def _version(package: str) -> str:
 
 
 def _is_writable(place: Path) -> bool:
-    # As root, `os.access` allows writing to /proc and to a file system that is mounted read-only.
     try:
-        with tempfile.TemporaryFile(dir=place):
-            return True
+        try_to_write(place)
     except OSError:
         return False
+    return True
 
 
 def _disk_bytes(place: Path) -> int | None:

@@ -60,8 +60,9 @@ FIND_S, CONNECT_S, PIECE_S, DONOR_S = 10.0, 10.0, 20.0, 120.0
 # How many donors are tried, as most members have the file, and the time for all of them.
 MOST_TRIED, ASK_S = 16, 500.0
 
-Refused = OtherRunError | RunKeyError | NotAllowedError
-"""Why a peer that the user named is of no use to us."""
+# Why a peer that the user named is of no use to us.
+REFUSALS = (OtherRunError, RunKeyError, NotAllowedError)
+RefusalError = OtherRunError | RunKeyError | NotAllowedError
 
 
 async def ask_settings(
@@ -86,7 +87,7 @@ async def ask_settings(
         rng: draws the order.
         chosen: ids of the user's initial peers. Their answers take precedence.
         closed: the run and its key; None if the user gave no key.
-        refusal: why the user refuses a peer. Refused peers are not asked.
+        refusal: why the user refuses a peer. RefusalError peers are not asked.
         ours: the settings of this run as we know them; only a chosen member may change them.
         fits: whether settings agree with those that the user gave. Others are used only if no member has fitting ones.
 
@@ -99,7 +100,7 @@ async def ask_settings(
         UnreachableError: more peers are announced than could be asked within two minutes.
     """
     directory = directory_of(directory, closed, transport.peer_id)
-    refused: Refused | None = None
+    refused: RefusalError | None = None
     answers = SettingsAnswers(chosen, ours, fits)
     # The network layer has the addresses of initial peers; their records may be missing among too many.
     initial: Members = {peer_id: ((), TRAINER) for peer_id in chosen if peer_id != transport.peer_id}
@@ -120,8 +121,8 @@ async def ask_settings(
                 return
             _, payload = await links.request(link, "settings", timeout_s=timeout_s)
             told = _parse_settings(peer_id, payload)
-        except (OtherRunError, RunKeyError, NotAllowedError) as error:
-            # A peer that comes back is not kept from its own run by one that has gone to another.
+        except REFUSALS as error:
+            # If we know our run, an initial peer that has moved to another one must not keep us out of it.
             if peer_id in chosen and not (ours is not None and isinstance(error, OtherRunError)):
                 refused = error
         except (PeerLostError, WireError, RunMismatchError) as error:
@@ -249,24 +250,24 @@ class SettingsAnswers:
 async def check_key(
     transport: Transport, run_id: str, *, chosen: Collection[PeerId], closed: ClosedRun | None = None
 ) -> None:
-    """Raise RunKeyError or NotAllowedError if a chosen peer refuses us. Silent peers and other runs' are skipped."""
+    """Raise RunKeyError or NotAllowedError if a chosen peer refuses us. Silent ones, and other runs', are skipped."""
     async with observer_links(transport, run_id, closed) as links:
         refused = await refused_by(links, chosen)
     if refused is not None and not isinstance(refused, OtherRunError):
         raise refused
 
 
-async def refused_by(links: Links, chosen: Collection[PeerId]) -> Refused | None:
+async def refused_by(links: Links, chosen: Collection[PeerId]) -> RefusalError | None:
     """The error of a chosen peer that refuses us; None if none does.
 
     We dial chosen peers without looking up their records: under another key we could not find these.
     """
-    refused: list[Refused] = []
+    refused: list[RefusalError] = []
 
     async def ask(peer_id: PeerId) -> None:
         try:
             await links.connect(peer_id, [])
-        except (OtherRunError, RunKeyError, NotAllowedError) as error:
+        except REFUSALS as error:
             refused.append(error)
         except P2PTrainError as error:
             logger.debug("%s may refuse us: %s", peer_id, error)
@@ -275,6 +276,7 @@ async def refused_by(links: Links, chosen: Collection[PeerId]) -> Refused | None
         async with trio.open_nursery() as nursery:
             for peer_id in sorted(chosen)[:MAX_ASKED_KEY]:
                 nursery.start_soon(ask, peer_id)
+    # Another run is the weakest reason.
     return min(refused, key=lambda error: isinstance(error, OtherRunError), default=None)
 
 

@@ -46,6 +46,11 @@ def is_relayed(maddr: str) -> bool:
     return "p2p-circuit" in maddr.split("/")
 
 
+def is_direct_public(maddr: str) -> bool:
+    """Whether a multiaddr can be dialled from anywhere, without a relay."""
+    return scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)
+
+
 def relay_of(maddr: str) -> str:
     """The peer id of the relay through which a multiaddr leads; empty if there is none."""
     return maddr.partition("/p2p-circuit")[0].rpartition("/p2p/")[2] if is_relayed(maddr) else ""

@@ -16,7 +16,7 @@ from p2ptrain.protocol.links.limits import MAX_REASON, Struck
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.directory import directory_of, find_members
-from p2ptrain.protocol.membership.lookup import Refused, observer_links, refused_by
+from p2ptrain.protocol.membership.lookup import RefusalError, observer_links, refused_by
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import MAX_PEER_ID
@@ -103,7 +103,7 @@ async def list_members(
     Raises OtherRunError, RunKeyError or NotAllowedError if there are none, and a chosen peer refuses us.
     """
     directory = directory_of(directory, closed, transport.peer_id)
-    refused: Refused | None = None
+    refused: RefusalError | None = None
     infos: list[MemberInfo] = []
 
     async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:

@@ -1,9 +1,8 @@
 """Text files, and their split into text to train on and held-out text that no peer ever trains on.
 
-A file is held out if the hash of its relative path is a multiple of 20. That does not depend on a random state or on
-other files, so every machine and every version of Python holds out the same files. Where this holds out less than 1 %
-or more than 20 % of all tokens, as with few files, the text is split in the same way by the numbers of its blocks of
-4096 tokens.
+A file is held out if the hash of its relative path is a multiple of 20, so machines with the same file agree on it,
+whatever their version of Python. If the held-out files are less than 1 % or more than 20 % of the tokens, as with few
+files, blocks of 4096 tokens are split by their numbers instead; then only machines with the same text agree.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # 5 % is a common share; nothing here depends on it being large.
 HELD_OUT_ONE_IN = 20
+# Around that, so that neither part is too small (guess).
 HELD_OUT_SHARE = 0.01, 0.2
 BLOCK_TOKENS = 4096
 # Bytes in which a zero byte means that a file is not text, as in git.
@@ -123,11 +123,11 @@ def read_texts(source: str) -> TextFiles:
     Raises ConfigError if the text is missing, empty, unreadable or binary.
     """
     if source == "stdlib":
-        return TextFiles(source, _texts(source, _stdlib_files()))
+        return TextFiles(source, _decoded(source, _stdlib_files()))
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            files = _texts(source, _text_files(path))
+            files = _decoded(source, _text_files(path))
             if not files:
                 raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
             return TextFiles(source, files)
@@ -142,7 +142,7 @@ def read_texts(source: str) -> TextFiles:
         raise ConfigError(
             f"--data {source}: holds zero bytes, so it is not text; give UTF-8 text, or token files (.bin)"
         )
-    return TextFiles(source, _texts(source, [(path.name, content)]))
+    return TextFiles(source, _decoded(source, [(path.name, content)]))
 
 
 def _checked(training: NDArray[Any], held_out: NDArray[Any], tokenizer: Tokenizer, source: str) -> Corpus:
@@ -208,23 +208,23 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[s
                 yield path.relative_to(root).as_posix(), path
 
 
-def _texts(source: str, files: Iterable[tuple[str, bytes]]) -> list[tuple[str, str]]:
+def _decoded(source: str, files: Iterable[tuple[str, bytes]]) -> list[tuple[str, str]]:
     """Decode files. Logs a warning if some of them are not UTF-8."""
     texts, places = [], dict[str, int]()
     for name, content in files:
         text = content.decode("utf-8-sig", errors="replace")
-        if wrong := text.count(_REPLACED) - content.count(_REPLACED.encode()):
-            places[name] = wrong
+        if num_wrong := text.count(_REPLACED) - content.count(_REPLACED.encode()):
+            places[name] = num_wrong
         texts.append((name, text.replace("\r\n", "\n")))
     if places:
         where = next(iter(places)) + (f" and {count(len(places) - 1, 'other file')}" if len(places) > 1 else "")
-        wrong = sum(places.values())
+        num_wrong = sum(places.values())
         logger.warning(
             "warning: --data %s: %s in %s %s not UTF-8, and read as %s; convert the text, such as with iconv",
             source,
-            count(wrong, "place"),
+            count(num_wrong, "place"),
             where,
-            "is" if wrong == 1 else "are",
+            "is" if num_wrong == 1 else "are",
             _REPLACED,
         )
     return texts

@@ -92,8 +92,9 @@ def _batch(tokens: Tokens, starts: NDArray[np.int64], context: int) -> Batch:
 def _check_length(tokens: Tokens, context: int, purpose: str) -> None:
     if len(tokens) <= context:
         too_few = f"{len(tokens)} tokens to {purpose} are fewer than one window of {context + 1}"
-        more = "prepare more text or with a larger --held-out" if purpose == "hold out" else "give more text"
-        raise ConfigError(f"--data: {too_few}; {more}, or give a shorter --context")
+        raise ConfigError(
+            f"--data: {too_few}; give more text, or, for prepared data, a larger --held-out; or a shorter --context"
+        )
 
 
 class ReadAhead:

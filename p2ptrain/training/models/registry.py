@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
@@ -60,6 +60,8 @@ DEFAULT_CONTEXT = 64
 TRIED_TOKENS, TRIED_TOKENS_OF_TRANSFORMERS = DEFAULT_CONTEXT, 8
 # In standard deviations of the logits: far above the rounding of fp32, and below what a token does (guess).
 CAUSAL_TOLERANCE = 1e-4
+# Directories of packages that are not the user's own code.
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Module:
@@ -153,7 +155,8 @@ def _find_factory(name: str) -> Callable[..., Any]:
     # Modules of the current directory can be imported, as with `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    fix = "check the name, and that it can be imported from this directory"
+    package = module_name.partition(".")[0]
+    fix = f"check the name, and run this in the directory that holds {package}, or add that to PYTHONPATH"
     with _users_errors(f"--model {name}: cannot import {module_name!r}", fix):
         module = importlib.import_module(module_name)
     factory: Callable[..., Any] | None = getattr(module, attribute, None)
@@ -177,30 +180,33 @@ def _build_users(name: str, vocab_size: int) -> nn.Module:
 
 
 def _check_model(name: str, model: nn.Module, vocab_size: int, most_tokens: int) -> None:
-    """Try the model on a short window, of which the last token is then changed.
+    """Try a model on a short window. Raises ConfigError unless it maps tokens to logits, is causal, and can be trained.
 
-    Raises ConfigError unless it maps tokens to logits, no logits depend on later tokens, and it can be trained. Whether
-    they do is not known of a model that is on the meta device, or draws at random.
+    Models on the meta device are not checked for causality; nor are those whose output is random, or the same for all
+    tokens at first.
     """
-    length = min(most_tokens, context_length(model))
-    tokens = (torch.arange(length) % 2)[None]  # (1, T)
-    changed = tokens.clone()
-    changed[0, -1] = length % 2
+    tokens = _alternating(min(most_tokens, context_length(model)))
+    modes = [(module, module.training) for module in model.modules()]
     given, wanted = tuple(tokens.shape), f"(batch, time, {vocab_size} or more)"
     rule = f"it must map int64 tokens (batch, time) to logits {wanted}"
     if not hasattr(model, "context"):
         rule += f"; without an attribute context, windows are {DEFAULT_CONTEXT} tokens"
-    with _users_errors(f"--model {name}: failed on int64 tokens of shape {given}", rule), _tried(model):
-        first = model(tokens)
-        shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
+    model.eval()
+    with _users_errors(f"--model {name}: failed on int64 tokens of shape {given}", rule), torch.no_grad():
+        logits = model(tokens)
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else ()
         if shape[:-1] != given or shape[-1] < vocab_size:
-            got = shape or type(first).__name__
+            got = shape or type(logits).__name__
             raise ConfigError(f"--model {name}: tokens {given} gave {got}; it must return logits of shape {wanted}")
-        depends = not first.is_meta and not _is_close(first, model(changed)) and _is_close(first, model(tokens))
-    if depends:
+    # One window may show no more than a scale that all positions share, such as of quantised activations.
+    sees_later = all(_sees_the_last(model, _alternating(given[1], step)) for step in (1, 2, 3))
+    model.train(modes[0][1])  # a module may do more in it than to note the mode
+    for module, training in modes:
+        module.training = training
+    if sees_later:
         raise ConfigError(
-            f"--model {name}: its predictions depend on later tokens; it must be causal, for BERT-like models set "
-            f"is_decoder=True"
+            f"--model {name}: its predictions depend on later tokens; it must be causal (transformers: is_decoder=True "
+            "or causal=True in the configuration)"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -208,40 +214,51 @@ def _check_model(name: str, model: nn.Module, vocab_size: int, most_tokens: int)
         )
 
 
-def _is_close(logits: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two logits (1, T, V) are about the same, except at the last position."""
-    tolerance = CAUSAL_TOLERANCE * float(logits.float().std())
-    return torch.allclose(logits[:, :-1].float(), others[:, :-1].float(), rtol=0.0, atol=tolerance)
+def _alternating(length: int, step: int = 1) -> torch.Tensor:
+    """Tokens (1, length): `step` times 0, then as often 1, and so on."""
+    return (torch.arange(length) // step % 2)[None]
 
 
-@contextmanager
-def _tried(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients in the block. Modes and buffers are restored, but those of lazy modules."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module, *named) for module, _ in modes for named in module.named_buffers(recurse=False)]
-    buffers = [(module, name, buffer) for module, name, buffer in buffers if not is_lazy(buffer)]
-    for module, name, buffer in buffers:
-        setattr(module, name, buffer.clone())
+@torch.no_grad()
+def _sees_the_last(model: nn.Module, tokens: torch.Tensor) -> bool:
+    """Whether the logits of a model change at earlier positions with the last of these tokens (1, T), each 0 or 1."""
+    changed = tokens.clone()
+    changed[0, -1] = 1 - changed[0, -1]
+
+    def logits(window: torch.Tensor) -> torch.Tensor:
+        return model(window)[:, :-1].float()  # type: ignore[no-any-return]
+
     try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(modes[0][1])  # a module may do more in it than to note the mode
-        for module, training in modes:
-            module.training = training
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer)
+        first = logits(tokens)
+        if first.is_meta or not first.numel():
+            return False
+        is_close = partial(torch.allclose, first, rtol=0.0, atol=CAUSAL_TOLERANCE * float(first.std()))
+        return not is_close(logits(changed)) and is_close(logits(tokens))  # else it draws at random
+    except Exception:  # a model that counts its calls
+        return False
 
 
 @contextmanager
 def _users_errors(what: str, rule: str) -> Iterator[None]:
-    """Raise ConfigError for any exception of the user's own code. It names the last line there that was running."""
+    """Raise ConfigError for any exception of the user's own code. The message names the innermost line of it."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         paths, package = sysconfig.get_paths(), Path(__file__).parents[2]
-        others = ("<", f"{package}{os.sep}", *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-        lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(others)]
-        place = f" at {os.path.relpath(lines[-1].filename)}:{lines[-1].lineno}" if lines else ""
+        others = ("<", f"{package}{os.sep}", *(paths[name] for name in ("stdlib", "platstdlib")))
+        lines = [
+            line
+            for line in traceback.extract_tb(error.__traceback__)
+            if not line.filename.startswith(others) and not _INSTALLED.intersection(Path(line.filename).parts)
+        ]
+        place = f" at {_shortest(lines[-1].filename)}:{lines[-1].lineno}" if lines else ""
         raise ConfigError(f"{what}{place} ({type(error).__name__}: {error}); {rule}") from error
+
+
+def _shortest(filename: str) -> str:
+    try:
+        return os.path.relpath(filename)
+    except (OSError, ValueError):  # the current directory was deleted, or is on another drive
+        return filename

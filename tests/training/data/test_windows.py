@@ -61,7 +61,8 @@ def test_text_shorter_than_a_window_is_refused() -> None:
     ):
         _windows(context=200)
     with pytest.raises(
-        ConfigError, match=r"to hold out .*; prepare more text or with a larger --held-out, or give a shorter --context"
+        ConfigError,
+        match=r"to hold out .*; give more text, or, for prepared data, a larger --held-out; or a shorter --context",
     ):
         fixed_windows(TOKENS, context=200, count=1)
     fixed_windows(TOKENS, context=199, count=1)

@@ -48,7 +48,7 @@ def test_only_causal_models_are_trained(tmp_path: Path, is_decoder: bool) -> Non
     if is_decoder:
         assert build(f"hf:{tmp_path}", vocab_size=98, seed=1).training
         return
-    with pytest.raises(ConfigError, match=r"depend on later tokens; it must be causal, for BERT-like models set is_de"):
+    with pytest.raises(ConfigError, match=r"depend on later tokens; it must be causal .transformers: is_de"):
         build(f"hf:{tmp_path}", vocab_size=98, seed=1)
 
 

@@ -52,11 +52,32 @@ class Short(Bigram):
 class Counting(Bigram):
     def __init__(self):
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+        self.calls = 0
         self.dropout = nn.Dropout(0.5).eval()
     def forward(self, tokens):
         self.calls += 1
+        if self.calls > 2:
+            raise IndexError("the state of a sequence goes on from call to call")
         return self.dropout(self.table(tokens))
+
+class Growing(Bigram):
+    # As older rotary embeddings: a table that is as long as the longest window so far.
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+        self.register_buffer("positions", torch.zeros(0), persistent=False)
+    def forward(self, tokens):
+        if tokens.shape[1] > self.seen:
+            self.seen = tokens.shape[1]
+            self.positions = torch.arange(1.0, self.seen + 1)
+        return self.table(tokens) + self.positions[: tokens.shape[1], None]
+
+class Scaled(Bigram):
+    # As BitNet's quantised activations: all positions share a scale.
+    def forward(self, tokens):
+        values = self.table(tokens)
+        scale = values.abs().max()
+        return (values / scale * 127).round() * scale / 127
 
 def frozen():
     return Bigram().requires_grad_(False)
@@ -159,8 +180,11 @@ def test_a_users_factory_may_ask_for_the_vocabulary(users_module: str) -> None:
         ("users_models:broken", r"the factory failed at users_models.py:\d+ \(RuntimeError: no weights here\)"),
         ("users_models:failing", r"failed on int64 tokens of shape \(1, 64\) \(RuntimeError"),
         ("users_models:unequal", r"failed on int64 tokens of shape \(1, 64\) at users_models.py:\d+ \(Runtime"),
-        ("users_models:flat", r"gave \(1, 64\); it must return logits of shape \(batch, time, 98 or more\)"),
-        ("users_models:small", r"gave \(1, 64, 50\)"),
+        (
+            "users_models:flat",
+            r"^--model \S+ tokens \(1, 64\) gave \(1, 64\); it must return logits of shape \(batch, time, 98 or",
+        ),
+        ("users_models:small", r"^--model users_models:small: tokens \(1, 64\) gave \(1, 64, 50\)"),
         (
             "users_models:Short",
             r"of shape \(1, 64\) .*\(IndexError.*; without an attribute context, windows are 64 tokens",
@@ -175,9 +199,16 @@ def test_what_is_no_model_is_refused(name: str, message: str, users_module: str)
     assert f"--model {name}" in str(caught.value)
 
 
-def test_a_models_buffers_and_modes_are_as_its_factory_left_them(users_module: str) -> None:
+def test_a_models_modes_are_as_its_factory_left_them_and_its_state_is_of_one_piece(users_module: str) -> None:
     model = build(f"{users_module}:Counting", vocab_size=98, seed=0)
-    assert (model.calls, model.training, model.dropout.training) == (0, True, False)
+    assert (model.training, model.dropout.training) == (True, False)
+    model = build(f"{users_module}:Growing", vocab_size=98, seed=0)
+    assert (model.seen, len(model.positions), float(model.positions[-1])) == (64, 64, 64.0)
+
+
+def test_a_scale_that_all_positions_share_is_no_sight_of_later_tokens(users_module: str) -> None:
+    for seed in range(30):
+        build(f"{users_module}:Scaled", vocab_size=98, seed=seed)
 
 
 @pytest.mark.filterwarnings("error")

@@ -307,7 +307,9 @@ class Attempts:
         limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())
         self.state = dataclasses.replace(self.state, limits=limits)
         self._receive(sender, call)
-        schedule.counter = max(schedule.counter, min(call.attempt.counter, self.state.highest))
+        # A stranger's, to one peer, would make that disagree with the others on who leads next.
+        if any(sender == voter for voter, _ in self.state.head.voters):
+            schedule.counter = max(schedule.counter, min(call.attempt.counter, self.state.highest))
 
     def _to_member(
         self, member: Participation, sender: PeerId, message: m.Roster | m.Reduce | m.Contribution, payload: bytes

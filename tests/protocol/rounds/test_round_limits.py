@@ -273,6 +273,24 @@ def test_an_old_attempt_that_waits_for_a_worker_ends_only_itself() -> None:
     run_virtual(main)
 
 
+def test_a_strangers_call_to_one_peer_does_not_change_who_leads() -> None:
+    """With a counter of its own that peer would wait for another leader than the others, until all have asked again."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            async with member(s) as x:
+                for name in "abc" * 2:
+                    x.links.live[name].send(x.call(900))
+                    driver = s.peers[name].node.driver
+                    await s.until(lambda d=driver: d.round_state.highest == 900, within_s=1)
+                    assert driver._schedule.counter < 9
+                    await s.until(lambda last=x.head.round: x.head.round > last)
+
+    run_virtual(main)
+
+
 # --- a joiner that hangs --------------------------------------------------------------------------------------------
 
 

@@ -111,7 +111,7 @@ class NetworkConfig:
     relay_peers: int = setting(32, count(0),
         help="Peers behind NAT to relay traffic for; 0 for none.",
         why="Each circuit takes up to 2 MB of buffers, and its traffic passes twice (guess). Used only with a public "
-        "address.")
+        "address that others can dial.")
     relay_mbit: float = setting(100.0, POSITIVE, metavar="MBIT",
         help="Limit of relayed Mbit/s, a pair gets 1/4; off: --relay-peers 0.",
         why="A stranger may use a relay too. 100 Mbit/s leave most of a server's line free, and carry fragments of a "

@@ -19,6 +19,7 @@ from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.transfers import Transfers, at_once, in_pieces
 from p2ptrain.errors import ConfigError, RunMismatchError, WireError
+from p2ptrain.formatting import count
 from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.model_tensors import check_apart, persistent_buffers, plain_names, trainable_parameters
 from p2ptrain.peer.process_group import ProcessGroup
@@ -50,7 +51,7 @@ class ModelParts:
         tensors: their values, or the part of them that this rank holds.
         space: index space of the whole parameters.
         view: reads and writes them.
-        layout_sha256: hash of names, shapes, types and frozen values.
+        layout: how many parameters are trained, and the hash of names, shapes, types and frozen values.
     """
 
     def __init__(self, model: torch.nn.Module, ranks: ProcessGroup | None = None) -> None:
@@ -89,21 +90,23 @@ class ModelParts:
             self.view = ShardedView(self.space, [len(p) for p in self.parameters], self.tensors, ranks)
         else:
             self.view = ParameterView(self.space, self.tensors)
-        self.layout_sha256 = _layout_sha256(model, ranks)
+        sha256 = _layout_sha256(model, ranks)
         if ranks is not None and self.is_sharded:
-            self.layout_sha256 = ranks.tell({"sha256": self.layout_sha256})["sha256"]
+            sha256 = ranks.tell({"sha256": sha256})["sha256"]
         elif ranks is not None:
-            _check_same(self.layout_sha256, ranks)
+            _check_same(sha256, ranks)
+        trained = count(self.space.numel, "trained parameter")
+        self.layout = f"{trained} in {count(len(self.parameters), 'tensor')}, hash {sha256}"
 
     def with_layout(self, run: RunConfig) -> RunConfig:
         """The settings of a run, with the hash of this model. Raises RunMismatchError if they have another one."""
-        ours, theirs = self.layout_sha256, run.model_layout
-        if theirs and theirs != ours:
+        theirs = run.model_layout
+        if theirs and theirs != self.layout:
             raise RunMismatchError(
-                f"model: its parameters (names, shapes, dtypes, which are trained, frozen values) hash to {ours[:12]}, "
-                f"those of run {run.run_id!r} to {theirs[:12]}; build the same model, or choose another run_id"
+                f"model: yours has {self.layout[:-52]}, that of run {run.run_id!r} {theirs[:-52]}; build the same "
+                "(names, shapes, dtypes, which are trained, frozen values), or choose another run_id"
             )
-        return dataclasses.replace(run, model_layout=ours)
+        return dataclasses.replace(run, model_layout=self.layout)
 
     def claim(self) -> None:
         """Take the parameters for one peer, until `release`.

@@ -216,7 +216,7 @@ class _Simulation:
             train_briefly(self.model, self.corpus, run, steps=experiment.pretrain_steps)
         context, cpu = context_length(self.model), torch.device("cpu")
         self.partition = make_partition(run, self.corpus, context=context, device=cpu)
-        run = dataclasses.replace(run, model_layout=ModelParts(self.model).layout_sha256)
+        run = dataclasses.replace(run, model_layout=ModelParts(self.model).layout)
         self.experiment = dataclasses.replace(experiment, run=run)
         self._all: list[SimulatedPeer] = []
         self.run_audit = RunAudit()

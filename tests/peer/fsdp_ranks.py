@@ -102,7 +102,7 @@ class Driven:
     founded = True
 
     def __init__(self, parts: ModelParts, script: Callable[[Driven, int], None]) -> None:
-        self.run = RunConfig(model_layout=parts.layout_sha256, fragment_fraction=0.5, sync_every=2)
+        self.run = RunConfig(model_layout=parts.layout, fragment_fraction=0.5, sync_every=2)
         self.posts: list[Callable[[], object]] = []
         self.exchange = Exchange(parts.view, self.run, clock=lambda: float(self.exchange.steps), post=self.posts.append)
         self.exchange.epoch = Epoch("L", 0)
@@ -180,7 +180,7 @@ def fragments_and_rounds(rank: int, size: int) -> None:
         return peers[0]
 
     with GroupPeer(model, dist.group.WORLD, enter, device=CPU) as group_peer:
-        assert group_peer.run.model_layout == reference_parts.layout_sha256
+        assert group_peer.run.model_layout == reference_parts.layout
         with pytest.raises(ConfigError, match="it is damaged"):
             group_peer.load_state_dict({})
         for step in range(6):

@@ -44,7 +44,7 @@ class Swarm(FakePeer):
     """A fake peer whose `step` changes the model as the swarm would: `plan` has one change per step."""
 
     def __init__(self, model: nn.Module, *plan: str) -> None:
-        super().__init__(RunConfig(model_layout=ModelParts(model).layout_sha256, sync_every=2))
+        super().__init__(RunConfig(model_layout=ModelParts(model).layout, sync_every=2))
         self.model, self.plan = model, list(plan)
         self.parts = ModelParts(model)
         self.tokens: list[int] = []
@@ -304,7 +304,7 @@ def test_the_end_of_the_run_and_states_are_the_same_on_all_ranks() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = new_model(0)
         peer = Swarm(model, "nothing", "nothing")
-        peer.run = RunConfig(model_layout=ModelParts(model).layout_sha256, total_steps=2)
+        peer.run = RunConfig(model_layout=ModelParts(model).layout, total_steps=2)
         with GroupPeer(model, group, lambda parts: peer, device=CPU) as group_peer:
             assert not group_peer.wait_finished(0)
             group_peer.step()

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from p2ptrain.algorithms.transfers import FlatAtOnce, FlatInPieces, FragmentsAtOnce
-from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.errors import ConfigError, RunMismatchError, WireError
 from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.settings.config import RunConfig
 
 
 class Tied(nn.Module):
@@ -152,7 +153,7 @@ def test_parameters_that_are_no_numbers_of_ours_may_be_frozen() -> None:
 
 
 def layout(model: nn.Module) -> str:
-    return ModelParts(model).layout_sha256
+    return ModelParts(model).layout
 
 
 def frozen_part(**changes: object) -> nn.Module:
@@ -194,6 +195,14 @@ def test_frozen_values_are_part_of_the_layout() -> None:
     changed = weight.clone()
     changed[-1, -1] = torch.nextafter(changed[-1, -1], torch.tensor(9.0))
     assert layout(frozen_part(weight=changed)) != base
+
+
+def test_another_model_is_refused_with_the_numbers_of_both() -> None:
+    run = ModelParts(nn.Linear(3, 2)).with_layout(RunConfig(run_id="r"))
+    sizes = "yours has 6 trained parameters in 1 tensor, hash .{12}, that of run 'r' 8 trained parameters in 2 tensors"
+    with pytest.raises(RunMismatchError, match=f"^model: {sizes}, hash .{{12}}; build the same"):
+        ModelParts(nn.Linear(3, 2, bias=False)).with_layout(run)
+    assert ModelParts(nn.Linear(3, 2)).with_layout(run) == run
 
 
 # --- what a joiner downloads -------------------------------------------------------------------------------------

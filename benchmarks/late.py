@@ -44,6 +44,8 @@ USUAL = 3
 # A rate of AdamW that is not too low.
 FASTER = 1.2e-2
 SECTIONS, LARGER = "5 sections in turn", "outer 1.0 / 0.6"
+# For peers that are late by different times: rules that use each peer's own, and those that did best.
+SPREAD = ("add", SECTIONS, "dc-asgd 0.1", "damped 0.75", "heloco", "net", "mix 0.5", LARGER)
 
 
 @functools.cache
@@ -95,7 +97,8 @@ def cells(grid: str) -> Iterator[Cell]:
 
 def _in_other_settings(seed: int) -> Iterator[Cell]:
     """AdamW with larger rates, peers as far apart as with a late round, an end that is soon after each landing, int2
-    with a larger outer step, sections that are as late as the whole, and longer intervals in longer runs."""
+    with a larger outer step, sections that are as late as the whole, longer intervals in longer runs, and peers that
+    are late by different times."""
     cell = functools.partial(Cell, "late", peers=4, shards="iid", seed=seed)
     for lr, rule, delay in itertools.product((6e-3, FASTER), ("add", SECTIONS, LARGER), (0, 20)):
         yield cell(rule, delay, "adamw", lr=lr)
@@ -107,6 +110,10 @@ def _in_other_settings(seed: int) -> Iterator[Cell]:
     yield cell(SECTIONS, 100, "muon")
     for sync_every, delay in itertools.product((25, 50, 100, 200), (20, 0)):
         yield cell("add", delay, "muon", sync_every=sync_every, steps=2000)
+    for rule, (optimizer, rate) in itertools.product(SPREAD, (("muon", None), ("adamw", FASTER))):
+        yield cell(rule, 20, optimizer, lr=rate, spread=True)
+        if rule == "add":
+            yield cell(rule, 10, optimizer, lr=rate)
 
 
 def read_results(path: Path) -> dict[Cell, Result]:
@@ -147,7 +154,9 @@ def _late_tables(results: dict[Cell, Result]) -> str:
     others: list[dict[str, str]] = []
     for setting in sorted({_setting(row) for row in rows}, key=lambda names: (len(names), names)):
         of, title = [row for row in rows if _setting(row) == setting], ", ".join(setting)
-        base = {row["seed"]: row["loss"] for row in of if (row["rule"], row["delay"]) == ("add", 0)}
+        together = _setting({**of[0], "spread": False})
+        on_time = [row for row in rows if (row["rule"], row["delay"], _setting(row)) == ("add", 0, together)]
+        base = {row["seed"]: row["loss"] for row in on_time}
         lines = []
         for rule in RULES:
             costs: dict[int, str] = {}
@@ -184,6 +193,7 @@ def _setting(row: Result) -> tuple[str, ...]:
         *([] if row["lr"] is None else [f"lr {row['lr']:g}"]),
         *([] if row["steps"] is None else [f"{row['steps']} steps"]),
         *([] if row["delay"] <= row["sync_every"] else ["a section as late as the whole"]),
+        *(["peers late by 0 to d"] if row["spread"] else []),
     )  # fmt: skip
 
 

@@ -47,7 +47,10 @@ Coder = Callable[[Array], tuple[Array, int]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `delay` and `sync_every` are inner steps; `shards` is RunConfig's `sharding`; None: the setup's."""
+    """One run. `delay` and `sync_every` are inner steps; `shards` is RunConfig's `sharding`; None: the setup's.
+
+    `spread`: the first peer is on time, the last one late by `delay`, the others in between.
+    """
 
     grid: str
     rule: str
@@ -60,6 +63,14 @@ class Cell:
     sync_every: int = 25
     lr: float | None = None
     steps: int | None = None
+    spread: bool = False
+
+    @property
+    def delays(self) -> list[int]:
+        """Of each peer."""
+        if not self.spread:
+            return [self.delay] * self.peers
+        return [round(self.delay * number / (self.peers - 1)) for number in range(self.peers)]
 
 
 @dataclass(frozen=True)
@@ -221,19 +232,20 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
         )  # fmt: skip
         peers.append(Peer(GPT(shape), windows, run))
     rule, tensors = RULES[cell.rule], peers[0].tensors
-    is_sparse, is_topk, lateness = cell.codec.startswith("sparse"), cell.codec == "topk", cell.delay / cell.sync_every
+    is_sparse, is_topk = cell.codec.startswith("sparse"), cell.codec == "topk"
+    lateness = statistics.fmean(cell.delays) / cell.sync_every
     # With short intervals, and for SparseLoCo, the plain mean: as good, or needed (measured).
     plain = cell.grid == "bytes" and (is_sparse or is_topk or cell.sync_every <= 10)
     optimizer, lr, momentum = ("sgd", 1.0, 0.0) if plain else rule.outer(lateness)
     code, error_decay = coder_of(cell.codec, tensors)
     anchor = peers[0].weights.copy()
     moments = [np.zeros_like(anchor) for _ in range(OUTER_OPTIMIZERS[optimizer].num_moments)]
-    mean, sent_bytes, rounds = np.zeros_like(anchor), 0, 0
+    mean, before, sent_bytes, rounds = np.zeros_like(anchor), np.zeros_like(anchor), 0, 0
     # Each section has rounds of its own, in turn. Its bytes are fewer, so it lands sooner.
     bounds = [len(anchor) // BLOCK * number // rule.sections * BLOCK for number in range(rule.sections + 1)]
     sections = [slice(*pair) for pair in itertools.pairwise(bounds)]
     first_due = [cell.sync_every * number // rule.sections for number in range(rule.sections)]
-    delay, due = math.ceil(cell.delay / rule.sections), [-1] * rule.sections
+    delays, taken = [math.ceil(delay / rule.sections) for delay in cell.delays], [-steps] * rule.sections
 
     def step_from(gradient: Array) -> Array:
         """Where an outer step with this gradient would lead; changes nothing."""
@@ -247,7 +259,7 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
             peer.train(step - 1)
         for number, section in enumerate(sections):
             if step >= cell.sync_every and step % cell.sync_every == first_due[number] and step < steps:
-                due[number] = step + delay
+                taken[number] = step
                 if not all(np.isfinite(peer.weights).all() for peer in peers):
                     return {"loss": None, "own_loss": None, "mb": None}
                 for peer in peers:
@@ -257,23 +269,25 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
                         guess = Prediction(*own, moments[0], mean, len(peers), momentum, step_from)
                         peer.weights[:] = rule.start(guess)
                     peer.begun[section] = peer.weights[section]
-            if step == due[number]:
+            if step == taken[number] + min(delays):
                 sent = [peer.sent[section] for peer in peers]
                 mean[section] = topk_mean(sent) if is_topk else mean_of(sent, of_senders=is_sparse)
-                before, now = anchor[section].copy(), anchor[section]
-                gradient = rule.gradient(mean[section], [moment[section] for moment in moments], tensors, lateness)
+                before[section] = anchor[section]
+                of_section = [moment[section] for moment in moments]
+                gradient = rule.gradient(mean[section], of_section, tensors, lateness)
                 outer_step(
-                    optimizer, now, [moment[section] for moment in moments], gradient, lr=lr, momentum=momentum,
+                    optimizer, anchor[section], of_section, gradient, lr=lr, momentum=momentum,
                     round_=rounds // rule.sections,
                 )  # fmt: skip
                 rounds += 1
-                for peer in peers:
+            for peer, delay in zip(peers, delays, strict=True):
+                if step == taken[number] + delay:
                     peer.weights[section] = rule.land(
                         Landing(
                             peer.weights[section],
                             peer.begun[section],
-                            before,
-                            now,
+                            before[section],
+                            anchor[section],
                             -peer.unsent[section],
                             mean[section],
                             tensors,

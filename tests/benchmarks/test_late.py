@@ -189,6 +189,17 @@ def test_rules_differ_only_if_rounds_are_late(corpus: Corpus, optimizer: str) ->
         assert loss(rule, 2) != pytest.approx(late_loss, abs=1e-6), rule
 
 
+def test_peers_may_be_late_by_different_times(corpus: Corpus) -> None:
+    cell = Cell("late", "add", 2, "adamw", 3, "iid", 0, sync_every=4)
+    spread = dataclasses.replace(cell, spread=True)
+    assert (cell.delays, spread.delays) == ([2, 2, 2], [0, 1, 2])
+    on_time, all_late, between = (
+        simulate(of, corpus, None, TINY)["loss"] for of in (dataclasses.replace(cell, delay=0), cell, spread)
+    )
+    assert len({on_time, all_late, between}) == 3
+    assert simulate(dataclasses.replace(spread, delay=0), corpus, None, TINY)["loss"] == on_time
+
+
 def test_sections_in_turn_send_the_bytes_of_the_whole_and_are_all_averaged(corpus: Corpus) -> None:
     setup = dataclasses.replace(TINY, steps=15)  # three rounds, of each section, too
     whole, sections = (
@@ -247,12 +258,14 @@ def test_runs_in_other_settings_have_a_table_of_their_own(tmp_path: Path) -> Non
     file, cell = tmp_path / "late.jsonl", Cell("late", "add", 0, "muon", 4, "iid", 0)
     for changed, loss in (
         ({}, 2.0), ({"lr": 6e-3}, 1.9), ({"lr": 6e-3, "delay": 20}, 2.2), ({"sync_every": 50, "steps": 2000}, 1.8),
+        ({"delay": 20, "spread": True}, 2.1),
     ):  # fmt: skip
         late.append(file, {**dataclasses.asdict(dataclasses.replace(cell, **changed)), "loss": loss})
     assert late.table(late.read_results(file), "late").splitlines()[4:] == [
         "| other settings | d | loss |", "| --- | --- | --- |",
         "| 4 peers, iid, muon, lr 0.006: add | 0 | 1.900 (+0.000) |",
         "| 4 peers, iid, muon, lr 0.006: add | 20 | 2.200 (+0.300) |",
+        "| 4 peers, iid, muon, peers late by 0 to d: add | 20 | 2.100 (+0.100) |",
         "| 4 peers, iid, muon, H = 50, 2000 steps: add | 0 | 1.800 (+0.000) |",
     ]  # fmt: skip
 

@@ -313,6 +313,23 @@ def test_a_link_on_which_a_chunk_takes_longer_than_any_first_limit_makes_rounds_
     run_virtual(main)
 
 
+def test_who_is_not_drawn_waits_as_long_as_those_who_average() -> None:
+    async def main() -> None:
+        run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=800, max_contributors=2)
+        async with swarm(run, shapes=[("weight", (12 * 1024, 64))]) as s:
+            for i, name in enumerate("abcd"):
+                s.start(name, founder=i == 0)
+            await s.until_joined()
+            size = s.peers["a"].node.driver.context.codec.size_bytes(s.peers["a"].node.state.num_blocks)
+            # Half of an outer gradient takes longer than a member waits for a silent leader.
+            s.network.bandwidth_bytes_s = size / 2 / 20
+            await s.until(lambda: all(p.rounds("committed") for p in s.peers.values()), within_s=400)
+            assert all(r["group_size"] == 2 for p in s.peers.values() for r in p.rounds("committed"))
+            assert not any(p.rounds("skipped") for p in s.peers.values())
+
+    run_virtual(main)
+
+
 # --- a round --------------------------------------------------------------------------------------------------------
 
 

@@ -82,11 +82,11 @@ def check_size(record: Record) -> None:
         raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
 
 
-def check_roster(roster: Roster, own: PeerId) -> None:
-    """Raises WireError unless these are possible members, us among them, who reduce at most one part each."""
+def check_roster(roster: Roster) -> None:
+    """Raises WireError unless these are possible members, who reduce at most one part each."""
     members, reducers = roster.members, [part.reducer for part in roster.parts]
-    if len(members) > MAX_CONTRIBUTORS or list(members) != sorted(set(members)) or own not in members:
-        raise WireError(f"a roster of {len(members)} members: at most {MAX_CONTRIBUTORS}, sorted, distinct, and us")
+    if len(members) > MAX_CONTRIBUTORS or list(members) != sorted(set(members)):
+        raise WireError(f"a roster of {len(members)} members: at most {MAX_CONTRIBUTORS}, sorted and distinct")
     if len(set(reducers)) < len(reducers) or not set(reducers) <= set(members):
         raise WireError("a roster whose parts are not each for another member")
     if roster.expected and tuple(c.peer_id for c in roster.expected) != members:

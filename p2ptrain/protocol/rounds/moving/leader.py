@@ -96,7 +96,7 @@ class AveragingLeader:
         Args:
             joins: the Join of each peer, including our own.
         """
-        head, own_state = self._head, self._head.state_hash
+        head, own_state, joined = self._head, self._head.state_hash, list(joins)
         agreed = policy.agreed_state(joins, own_state)
         for peer_id, join in joins.items():
             if join.state_hash != agreed:
@@ -120,7 +120,7 @@ class AveragingLeader:
             )
         roster = m.Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan, self._expected)
         self._heard_s = dict.fromkeys((part.reducer for part in self._plan), trio.current_time())
-        for peer_id in members:
+        for peer_id in joined:  # who has no place on it waits for the record
             self._events.tell(peer_id, roster)
         included = await self._await_contributions()
         contributors = self._contributors = self._guarded(joins, included)

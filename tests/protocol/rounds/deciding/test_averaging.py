@@ -64,7 +64,7 @@ def plan_of(run: RunConfig, reducers: str = "abc") -> tuple[RosterPart, ...]:
 def check_plan(averaging: Averaging, parts: tuple[RosterPart, ...]) -> None:
     """As a member checks a roster."""
     roster = Roster("0-g", 1, ATTEMPT, ("a", "b", "c"), parts, ())
-    check_roster(roster, "a")
+    check_roster(roster)
     averaging.check_plan(roster, Grid(0, BLOCKS))
 
 

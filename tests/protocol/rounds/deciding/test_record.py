@@ -99,7 +99,6 @@ ROSTER = Roster(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"members": ("b", "x")},
         {"members": ("b", "a", "x")},
         {"members": ("a", "a", "b", "x")},
         {"members": tuple(sorted(["a", "b", "x", *(f"m{i}" for i in range(62))]))},
@@ -117,7 +116,7 @@ ROSTER = Roster(
     ],
 )
 def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -> None:
-    check_roster(ROSTER, "a")
-    check_roster(msgspec.structs.replace(ROSTER, expected=()), "a")
+    check_roster(ROSTER)
+    check_roster(msgspec.structs.replace(ROSTER, expected=()))
     with pytest.raises(WireError):
-        check_roster(msgspec.structs.replace(ROSTER, **fields), "a")
+        check_roster(msgspec.structs.replace(ROSTER, **fields))

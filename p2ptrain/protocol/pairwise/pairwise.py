@@ -314,13 +314,14 @@ class Pairwise:
     # The training thread.
 
     async def _snapshot(self) -> Snapshot | None:
-        """A copy of the weights at the next inner step; None if a round needs them first."""
+        """A copy of the weights at the next inner step; None if a round needs them first, or another lineage begins."""
         buffer = await self._context.compute(self._exchange.new_buffer)
         if self._driver.is_busy:
             return None
-        self._taken = None
+        # Each new head withdraws what was asked for under the one before.
+        self._taken, lineage = None, self._driver.head.lineage
         self._exchange.want_snapshot(SnapshotWanted(buffer, 0.0, for_pair=True))
-        while self._taken is None and not self._driver.is_busy:
+        while self._taken is None and not self._driver.is_busy and self._driver.head.lineage == lineage:
             with trio.move_on_after(POLL_S):
                 await self._changed.wait()
         return self._taken

@@ -100,6 +100,25 @@ def test_settings_that_do_not_go_with_pairs_are_refused(name: str, value: Any) -
         dataclasses.replace(RUN, **{name: value})
 
 
+def test_a_step_that_waits_for_a_snapshot_goes_on_in_a_new_lineage() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            (peer,) = grow(members, 1)
+            await members.until(lambda: len(pairs(peer, "alone")) >= 2)
+            await members.until(lambda: peer.exchange.of_interval > 0.9)
+            while not pairwise_of(peer)._stepping:
+                await trio.sleep(0.01)
+            peer.paused = True
+            driver, before = peer.current.driver, len(pairs(peer))
+            driver.found_lineage(driver.head, driver.history, "a test")
+            await trio.sleep(1.0)
+            assert not pairwise_of(peer)._stepping
+            peer.paused = False
+            await members.until(lambda: len(pairs(peer, "alone")) > before, within_s=60)
+
+    run_virtual(main)
+
+
 def test_peers_pair_and_stay_close_without_a_round() -> None:
     async def main() -> None:
         async with swarm(RUN) as members:

@@ -58,7 +58,10 @@ def scaled_down(weights: Sequence[float], scales: Sequence[float]) -> list[float
     """
     scaled = math.fsum(weight * scale for weight, scale in zip(weights, scales, strict=True) if scale < 1)
     whole = math.fsum(weight for weight, scale in zip(weights, scales, strict=True) if scale == 1)
-    factor = whole / (math.fsum(weights) - scaled)
+    rest = math.fsum(weights) - scaled
+    if whole == 0:  # they claim no tokens: the rest in equal parts
+        return [rest / scales.count(1) if scale == 1 else weight * scale for weight, scale in zip(weights, scales)]
+    factor = whole / rest
     return [weight if scale == 1 else weight * scale * factor for weight, scale in zip(weights, scales, strict=True)]
 
 

@@ -75,6 +75,7 @@ def test_a_member_that_is_scaled_has_its_share_times_its_scale_however_large_it_
         assert (first, second) == (2.0, 1.0)
         assert third / (2 + 1 + third) == pytest.approx(scale / 4)
     # A liar of two with 1000 times the norm of the other moves the mean as far as one with 3 times.
+    assert scaled_down([0.0, 4.0], [1.0, 0.25]) == [3.0, 1.0]  # one without tokens
     first, second = scaled_down([1.0, 1.0], scales({"a": 1.0, "b": 1000.0}))
     assert 1000 * second / (first + second) == pytest.approx(3 / 2)
 

@@ -235,7 +235,7 @@ def join(
             )
         model = model.module
 
-    def enter(ours: torch.nn.Module | ModelParts) -> Peer:
+    def enter(ours: ModelParts) -> Peer:
         with ExitStack() as failing:
             sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
             show = None if dashboard is None else _take_port(str(dashboard), failing)
@@ -309,8 +309,7 @@ def join(
     try:
         if process_group is not None:
             return GroupPeer(model, process_group, enter, device=device_of(process_group, model))
-        ModelParts(model)
-        return enter(model)
+        return enter(ModelParts(model))
     except ConfigError as error:
         # Its way here, through the tasks of the network thread, says nothing to the caller and fills a screen.
         raise error.with_traceback(None) from None

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec.base import chunks
 
 Array = npt.NDArray[np.float32]
 
@@ -48,7 +49,7 @@ def pairwise_step(
         scale: of the partner's difference from φ (see `clip_scale`).
     """
     rate, friction, factor = np.float32(lr), np.float32(momentum), np.float32(scale)
-    for rows in _chunks(own):
+    for rows in chunks(len(own)):
         phi, m, theta = anchor[rows], moment[rows], own[rows]
         theta -= phi
         if partner is None:
@@ -92,7 +93,7 @@ def is_usual(sample: Array, others: Sequence[Array]) -> bool:
 def squared_distance(own: Array, partner: Array) -> float:
     """The squared Euclidean distance, in double precision; chunk by chunk, without copies of the whole."""
     square = 0.0
-    for rows in _chunks(own):
+    for rows in chunks(len(own)):
         difference = own[rows].astype(np.float64)
         difference -= partner[rows]
         square += float(np.vdot(difference, difference))
@@ -117,8 +118,3 @@ def swap_bytes(codec: Codec, num_blocks: int) -> int:
 def sample_blocks(num_blocks: int) -> npt.NDArray[np.int64]:
     """The blocks, spread evenly, by which anchors are compared."""
     return np.unique(np.linspace(0, num_blocks - 1, min(SAMPLE_BLOCKS, num_blocks)).astype(np.int64))
-
-
-def _chunks(values: Array) -> Iterator[slice]:
-    """The rows of each chunk."""
-    return (slice(start, start + CHUNK_BLOCKS) for start in range(0, len(values), CHUNK_BLOCKS))

@@ -75,7 +75,7 @@ def prepare(
             field=field,
             split=split,
             held_out=held_out,
-            jobs=jobs or max(1, round(usable_cores())),
+            jobs=jobs or usable_cores(),
             say=click.echo,
             on_progress=show,
         )

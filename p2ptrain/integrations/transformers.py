@@ -147,7 +147,7 @@ class P2PCallback(TrainerCallback):
 
     def _samples(self, args: TrainingArguments, state: TrainerState) -> int:
         """Examples or tokens that this process trained on in the last optimizer step."""
-        if args.include_num_input_tokens_seen == "no":
+        if args.include_num_input_tokens_seen in ("no", False):  # False before transformers 5
             return int(args.train_batch_size * args.gradient_accumulation_steps)
         tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         return int(tokens // args.world_size)

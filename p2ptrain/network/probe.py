@@ -91,10 +91,11 @@ async def probe(config: NetworkConfig, *, mapping_s: float) -> Probe:
                         nursery.start_soon(_reach, daemon.control_path, p2p, peer)
                     await trio.sleep(mapping_s)
                 found.maddrs = await own_maddrs(daemon.control_path, identity.peer_id)
+                interfaces = interfaces_of(found.maddrs)
                 async with trio.open_nursery() as nursery:
                     for peer in found.peers:
                         if not peer.failure:
-                            nursery.start_soon(_compare_ways, peer, interfaces_of(found.maddrs))
+                            nursery.start_soon(_compare_ways, peer, interfaces)
                 # One after the other, as one dial-back is enough.
                 for peer in found.peers:
                     if peer.answered_s is not None:

@@ -22,16 +22,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from p2ptrain import errors
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.errors import (
-    ConfigError,
-    NotAllowedError,
-    PeerLostError,
-    RunKeyError,
-    RunMismatchError,
-    TransientError,
-    UnreachableError,
-)
+from p2ptrain.errors import ConfigError, PeerLostError
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import ProcessGroup
@@ -48,16 +41,9 @@ TELL_EVERY_S = 1.0
 _POSITION = ("alive", "round", "run_step", "finished", "anchor_hash")
 # Errors of rank 0 that the other ranks raise with the same class, so that a program can catch them on all ranks.
 _SHARED_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        ConfigError,
-        RunMismatchError,
-        RunKeyError,
-        TransientError,
-        UnreachableError,
-        NotAllowedError,
-        TimeoutError,
-    )
+    name: kind
+    for name, kind in {**vars(errors), "TimeoutError": TimeoutError}.items()
+    if isinstance(kind, type) and issubclass(kind, ConfigError | TimeoutError)
 }
 
 

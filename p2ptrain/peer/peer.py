@@ -400,10 +400,8 @@ class Peer:
             self._parts.release()
             self.record("stop", reason=reason)
             self._records.close()
-            try:
+            with self._errors.containing("calling the action of on_leave", "this peer has left"):
                 self._on_leave()
-            except Exception as error:
-                self._errors.note("calling the action of on_leave", error)
 
     def _on_event(self, event: str, /, **fields: Any) -> None:
         self.record(event, **fields)
@@ -416,10 +414,8 @@ class Peer:
             return
         self._status = self.status
         self.record("status", status=self._status)
-        try:
+        with self._errors.containing("calling on_status", "it is called at the next status"):
             on_status(self._status)
-        except Exception as error:
-            self._errors.note("calling on_status", error)
 
 
 def _keep_buffers(data: bytes) -> None:

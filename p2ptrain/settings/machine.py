@@ -30,7 +30,10 @@ def free_memory_bytes() -> int | None:
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     limit, used = (_read(CGROUP / name) for name in ("memory.max", "memory.current"))
     if limit.isdecimal() and used.isdecimal():
-        free.append(max(0, int(limit) - int(used)))
+        # Files that were read count as used, until the memory is needed.
+        stat = (line.split() for line in _read(CGROUP / "memory.stat").splitlines())
+        cached = sum(int(size) for name, size in stat if name == "inactive_file")
+        free.append(max(0, int(limit) - int(used) + cached))
     return min(free, default=None)
 
 

@@ -6,7 +6,7 @@ Only the command line takes them: `RunConfig()` and the Python API know no built
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Windows in a batch, for models without a default of their own.
 BATCH_WINDOWS = 4
@@ -71,15 +71,7 @@ MODEL_DEFAULTS: Mapping[str, ModelDefaults] = {
 _HF = ModelDefaults(lr=6e-4, warmup_steps=1000, batch_tokens=None)
 _HF_PRETRAINED = ModelDefaults(lr=5e-5, warmup_steps=100, steps=5000, sync_every=200, batch_tokens=None)
 # Users' own models and those of the Python API have the demo model's defaults.
-_OTHERS = ModelDefaults(
-    lr=DEMO.lr,
-    warmup_steps=DEMO.warmup_steps,
-    steps=DEMO.steps,
-    sync_every=DEMO.sync_every,
-    eval_every=DEMO.eval_every,
-    batch_tokens=None,
-    muon_times=DEMO.muon_times,
-)
+_OTHERS = replace(DEMO, batch_tokens=None)
 # Settings of the run among the defaults.
 OF_RUN = ("lr", "warmup_steps", "steps", "sync_every", "beta2")
 

@@ -27,13 +27,19 @@ def is_hub_there() -> bool:
 
 @contextmanager
 def library_errors(what: str, fix: str) -> Iterator[None]:
-    """Raise ConfigError with the first line of any exception of this block. These libraries raise anything."""
+    """Raise ConfigError with the first line of any exception of this block. These libraries raise anything.
+
+    Tokenizers panic at many kinds of odd files, which another peer may have sent, and at texts that take a regular
+    expression too many tries; a panic is no `Exception`.
+    """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ConfigError(f"{what} ({first_line(error)}); {fix}") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error, which may go on for pages; the name of its type if it has no text."""
     return (str(error).splitlines() or [type(error).__name__])[0]

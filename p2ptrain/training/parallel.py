@@ -30,7 +30,7 @@ def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
 
     Weights that are not sharded become those of rank 0. Optimizer, checkpoints, exchange and evaluation use `model`.
     """
-    if ranks.size == 1 or is_fsdp(model):
+    if ranks.size == 1 or fsdp_modules(model):
         return model
     group = dist.new_group(timeout=STEP_TIMEOUT)
     # Buffers are each rank's own, as they are each peer's own. In language models they are constants. The argument has
@@ -112,11 +112,6 @@ def _blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _blocks(child, in_list=in_list)
-
-
-def is_fsdp(model: nn.Module) -> bool:
-    """Whether a model has been sharded."""
-    return bool(fsdp_modules(model))
 
 
 def whole(state: Any, ranks: Ranks) -> Any:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from p2ptrain.algorithms.metrics import sample_indices
 from p2ptrain.errors import ConfigError
+from p2ptrain.peer.sharding import fsdp_modules
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
@@ -24,7 +25,7 @@ from p2ptrain.training.data.windows import ReadAhead
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.mfu import utilisation_of
 from p2ptrain.training.models import context_length
-from p2ptrain.training.parallel import average_gradients, is_fsdp, own_values, whole, without_averaging, wrap
+from p2ptrain.training.parallel import average_gradients, own_values, whole, without_averaging, wrap
 from p2ptrain.training.ranks import Ranks
 
 # For the demo model and simulations: as much as 16 steps of 256 characters, which cost about six steps to evaluate.
@@ -133,7 +134,7 @@ class Trainer:
         self._data_digest = corpus.digest
         self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if execution.read_ahead else windows
         self._parallel = wrap(model, self.ranks)
-        self._is_sharded = is_fsdp(model)
+        self._is_sharded = bool(fsdp_modules(model))
         self._forward = cast(nn.Module, torch.compile(self._parallel)) if execution.compiled else self._parallel
         self._precision = execution.precision
         self._halves = execution.micro_batch is None

@@ -99,8 +99,12 @@ def read_documents(unit: Unit, field: str, split: str) -> Iterator[Document]:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
+
+    def fail(error: OSError) -> None:
+        raise error
+
     found: list[Path] = []
-    for folder, folders, names in os.walk(path):
+    for folder, folders, names in os.walk(path, onerror=fail):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     for file in found:

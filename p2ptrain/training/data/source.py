@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from p2ptrain.settings.table import BUILTIN_DATA
 from p2ptrain.training.data.corpus import Corpus, TextFiles, read_texts
 from p2ptrain.training.data.token_files import TokenFolder, open_tokens
 from p2ptrain.training.data.tokenizer import Tokenizer
-
-BUILTIN_DATA = "stdlib"
 
 Source = TextFiles | TokenFolder
 

@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from p2ptrain.training.data.tokenizer import (
     Tokenizer,
     token_dtype,
 )
-from p2ptrain.training.hub import first_line, is_hub_there
+from p2ptrain.training.hub import first_line, is_hub_there, library_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 # Joiners get the file from other peers. Tokenizers of 262,144 ids have files of up to 33 MB, of 50,257 ids 1.4 to 3.6.
@@ -54,7 +53,7 @@ class TokenizerFile:
         if len(file) > MAX_FILE_BYTES:
             too_many = f"has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners"
             raise ConfigError(f"{origin}: {too_many}; give a smaller one")
-        with _library_errors(f"{origin}: is not a tokenizer.json", "give one that Hugging Face's tokenizers wrote"):
+        with library_errors(f"{origin}: is not a tokenizer.json", "give one that Hugging Face's tokenizers wrote"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
         # A text that mentions a special token does not become one, as in nanoGPT.
         self._tokenizer.encode_special_tokens = True
@@ -72,28 +71,13 @@ class TokenizerFile:
         self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        with _library_errors(f"{self._origin}: cannot encode a text", "give a tokenizer that has an id for every text"):
+        with library_errors(f"{self._origin}: cannot encode a text", "give a tokenizer that has an id for every text"):
             encoded = self._tokenizer.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        with _library_errors(f"{self._origin}: cannot write ids as text", "give another tokenizer"):
+        with library_errors(f"{self._origin}: cannot write ids as text", "give another tokenizer"):
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-
-@contextmanager
-def _library_errors(what: str, fix: str) -> Iterator[None]:
-    """Raise ConfigError for any error of the library: it raises plain Exception, and where it panics PanicException.
-
-    It panics at many kinds of odd files, and when the search for a regular expression takes too many tries. The file
-    may come from another peer: the one that started the run.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ConfigError(f"{what} ({error}); {fix}") from error
 
 
 def find_tokenizer(name: str) -> Tokenizer | None:

@@ -40,10 +40,6 @@ class CausalLM(nn.Module):
         return self.lm(tokens, use_cache=False).logits  # type: ignore[no-any-return]
 
 
-def is_of_transformers(name: str) -> bool:
-    return name.startswith(PREFIX)
-
-
 def count_parameters(name: str, vocab_size: int) -> int:
     """The number of parameters, without memory for them. May read from the hub.
 

@@ -81,7 +81,7 @@ def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Modu
         if name in PRESETS:
             shape = _shape(name, vocab_size, context)
             return GPT(shape) if isinstance(shape, GPTConfig) else Llama(shape)
-        if hf.is_of_transformers(name):
+        if name.startswith(hf.PREFIX):
             model = hf.build(name, vocab_size, context)
             _check_model(name, model, vocab_size, TRIED_TOKENS_OF_TRANSFORMERS)
             return model
@@ -103,7 +103,7 @@ def check_name(name: str) -> None:
 
     Raise it also if the weights of a preset, or of a model of transformers, do not fit into memory.
     """
-    if name in PRESETS or hf.is_of_transformers(name):
+    if name in PRESETS or name.startswith(hf.PREFIX):
         check_parameters(name, count_parameters(name, vocab_size=0), free_memory_bytes())
         return
     if ":" not in name:
@@ -121,7 +121,7 @@ def count_parameters(name: str, *, vocab_size: int | None, context: int = 0) -> 
         vocab_size = (PRESETS[name].vocab_size if name in PRESETS else 0) or RunConfig.vocab_size
     if name in PRESETS:
         return _shape(name, vocab_size, context).num_parameters
-    if hf.is_of_transformers(name):
+    if name.startswith(hf.PREFIX):
         return hf.count_parameters(name, vocab_size)
     return sum(parameter.numel() for parameter in build(name, vocab_size=vocab_size, seed=0).parameters())
 

@@ -178,6 +178,24 @@ def test_units_share_the_lines_of_a_file(unit_bytes: int, tmp_path: Path, monkey
     assert [d.text for unit in units for d in read_documents(unit, "text", "train")] == TEXTS[:20]
 
 
+def test_a_directory_with_a_part_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "open.txt").write_text("text")
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    # Simulated, because tests may run as root, who can read everything.
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        find_units((str(tmp_path),), "train")
+
+
 def test_directories_are_walked_and_binary_files_left_out(tmp_path: Path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     _write_lines(tmp_path / "in" / "deep" / "b.jsonl", ["b"])

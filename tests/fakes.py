@@ -15,6 +15,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.network.lan import Announcement
+from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.protocol.links.limits import Struck
 from p2ptrain.protocol.state_sync.provenance import Pins
@@ -181,7 +182,7 @@ class FakeNetworkSession:
 
     def enter(
         self,
-        model: nn.Module,
+        model: nn.Module | ModelParts,
         run: RunConfig,
         *,
         optimizer: torch.optim.Optimizer | None = None,
@@ -193,7 +194,8 @@ class FakeNetworkSession:
         on_status: Callable[[str], None] | None = None,
     ) -> FakePeer:
         type(self).served_tokenizer = tokenizer
-        type(self).entered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        module = model._model if isinstance(model, ModelParts) else model
+        type(self).entered = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         type(self).peer = FakePeer(
             dataclasses.replace(run, model_layout="layout"), resume_state, founded=self.find_run(run.run_id) is None
         )

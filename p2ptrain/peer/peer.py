@@ -163,8 +163,8 @@ class Peer:
                 "saved them with it, load them into the model before join(), or the next round averages these",
                 distance,
             )
-        state_sync = self._runner.last_ready.state_sync
-        self.founded, self.run_founder = state_sync.joining.founded, state_sync.run_founder
+        node = self._runner.last_ready
+        self.founded, self.run_founder = node.state_sync.joining.founded, node.driver.founder
 
     def __enter__(self) -> Peer:
         return self

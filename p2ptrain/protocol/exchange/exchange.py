@@ -279,7 +279,7 @@ class Exchange:
         self.tokens += samples
         self._merger.mixed.clear()
         step_slice = Slice(start, self.step_s, self._clock)
-        report = self._reported(self._land(step_slice))
+        self._land(step_slice)
         merged, skipped, took_plan = 0, dict[str, int](), False
         # No fragment may change the weights that the last round gave to all peers.
         if not self.finished and not self._landed_in_part:
@@ -296,6 +296,7 @@ class Exchange:
             self._tell(types.RoundDue())
         end = self._clock()
         self._last_end_s = end
+        report = self._unreported.popleft() if self._unreported else None
         return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
 
     @property
@@ -310,8 +311,7 @@ class Exchange:
         Like `step`, it does not wait for transfers: call it again while `under_way`.
         """
         whole = Slice(self._clock(), math.inf, self._clock)
-        if (report := self._land(whole)) is not None:
-            self._unreported.append(report)
+        self._land(whole)
         self._push()
         self._snapshot(whole)
 
@@ -321,15 +321,9 @@ class Exchange:
 
         The next step reports the round.
         """
-        if self._landed_in_part and (report := self._land(Slice(self._clock(), math.inf, self._clock))) is not None:
-            self._unreported.append(report)
+        if self._landed_in_part:
+            self._land(Slice(self._clock(), math.inf, self._clock))
         return not self._landed_in_part
-
-    def _reported(self, landed: types.RoundReport | None) -> types.RoundReport | None:
-        """The oldest report that no step has returned yet, after adding one for a round that landed now."""
-        if landed is not None:
-            self._unreported.append(landed)
-        return self._unreported.popleft() if self._unreported else None
 
     @property
     def under_way(self) -> bool:
@@ -346,14 +340,14 @@ class Exchange:
         mixed.clear()
         return changes
 
-    def _land(self, step_slice: Slice) -> types.RoundReport | None:
+    def _land(self, step_slice: Slice) -> None:
         landing = self._landing
         if landing is None:
-            return None
+            return
         start = self._clock()
         if landing.kind != "keep" and not self._apply(landing, step_slice):
             self._landing_s += self._clock() - start
-            return None
+            return
         self.tokens = 0 if landing.kind == "write" else max(0, self.tokens - landing.included_tokens)
         self.finished = landing.finished
         with self._lock:
@@ -364,7 +358,8 @@ class Exchange:
             self._landing = None
         held_s, self._landing_s = self._landing_s + self._clock() - start, 0.0
         self._tell(types.LandingDone(landing, held_s))
-        return landing.report
+        if landing.report is not None:
+            self._unreported.append(landing.report)
 
     def _apply(self, landing: types.Landing, step_slice: Slice) -> bool:
         """Begin or continue to change the weights by a round. Returns whether that is done."""

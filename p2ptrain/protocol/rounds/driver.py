@@ -200,6 +200,11 @@ class RoundDriver:
         voters = (context.liveness.own,)
         self._set_head(m.Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
 
+    @property
+    def founder(self) -> PeerId:
+        """The id of the peer that founded the run; "" before we have its state."""
+        return self.history.genesis.founder if self.history.genesis is not None else ""
+
     def found_lineage(self, head: m.Head, history: History, why: str) -> None:
         """Go on alone from this head, where `history` ends, in a new lineage that others may adopt; `why` is logged."""
         founding = self.context.prover.founding(head.lineage, head.round, head.state_hash)

@@ -141,7 +141,7 @@ class LineageWatch:
             "on. If they do not come back within %.0f s, rounds go on without them",
             head.round + 1,
             self._missing(head),
-            max(QUORUM_LOST_S, three_intervals_s) - away_s,
+            max(0.0, max(QUORUM_LOST_S, three_intervals_s) - away_s),
         )
 
     def _missing(self, head: Head) -> str:

@@ -6,12 +6,6 @@ from collections.abc import Callable
 
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.wire.transport import PeerId
-
-
-def founder_of(driver: RoundDriver) -> PeerId:
-    """The id of the peer that founded the run; "" before we have its state."""
-    return driver.history.genesis.founder if driver.history.genesis is not None else ""
 
 
 async def land_state(
@@ -44,7 +38,7 @@ async def land_state(
     record(
         "adopt",
         founded=founded,
-        founder=founder_of(driver),
+        founder=driver.founder,
         reason=reason,
         lineage=head.lineage,
         round=head.round,

@@ -17,7 +17,6 @@ from p2ptrain.protocol.membership.neighbours import RELINKED_WITHIN_S
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.joining import Joining
-from p2ptrain.protocol.state_sync.land_state import founder_of
 from p2ptrain.protocol.wire.messages import Beat, Head
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
@@ -55,11 +54,6 @@ class Starts:
         self._apart: dict[PeerId, tuple[str, float]] = {}
         self._has_warned = False
 
-    @property
-    def founder(self) -> PeerId:
-        """The id of the peer that founded our start; "" before we have its state."""
-        return founder_of(self._driver)
-
     def is_trusted(self, donor: Link | None, other: Head, quorum_s: float) -> bool:
         """Whether to follow a peer, or (None) what our user gave, where no history proves anything.
 
@@ -86,12 +80,12 @@ class Starts:
             return None
         if self._goes_with_founder(donor):
             return True
-        both_are_ours = founder in ("", self._context.peer_id) and self.founder == self._context.peer_id
+        both_are_ours = founder in ("", self._context.peer_id) and self._driver.founder == self._context.peer_id
         # Our signature on its first round suffices; otherwise it must be larger.
         if both_are_ours and ((proof == "unbroken" and other.round >= 0) or self._goes_back(donor, other)):
             return bool(proof)
         # Of a founder that the user named, histories do not decide: it may still come back to our start.
-        if self._is_named(donor) and donor.peer_id != self.founder:
+        if self._is_named(donor) and donor.peer_id != self._driver.founder:
             return None
         return bool(proof) and self._follows_stranger(other)
 
@@ -102,7 +96,9 @@ class Starts:
     def joined(self, donor: Link, founder: PeerId) -> None:
         """We are about to take the state of another start, with this founder."""
         self._joining.from_initial_peer = self._is_named(donor)
-        logger.warning(JOINED, self._context.run.run_id, shown(founder), "" if founder == self.founder else OLD_TICKETS)
+        logger.warning(
+            JOINED, self._context.run.run_id, shown(founder), "" if founder == self._driver.founder else OLD_TICKETS
+        )
 
     def warn_of_other(self, link: Link, beat: Beat) -> None:
         """Warn, once, if a partner trains another start of the run for OTHER_START_S, and both have rounds."""
@@ -132,7 +128,7 @@ class Starts:
 
     def _started_here(self) -> bool:
         """Whether our user started the run: this peer founded it, and was given no peer to ask."""
-        return self._may_found or (self.founder == self._context.peer_id and not self._context.links.chosen)
+        return self._may_found or (self._driver.founder == self._context.peer_id and not self._context.links.chosen)
 
     def _goes_back(self, donor: Link, other: Head | Beat) -> bool:
         """Whether another start of our own is larger, and we have had the time to meet those who are in it."""
@@ -145,7 +141,11 @@ class Starts:
         """
         now = trio.current_time()
         # While it downloads our start's state it is about to come back.
-        if donor.peer_id != self.founder or now - donor.opened_s < GOES_WITH_AFTER_S or now < donor.joining_until_s:
+        if (
+            donor.peer_id != self._driver.founder
+            or now - donor.opened_s < GOES_WITH_AFTER_S
+            or now < donor.joining_until_s
+        ):
             return False
         is_bound = self._joining.from_initial_peer and not self._is_named(donor)
         return not is_bound and not self._started_here()
@@ -156,7 +156,7 @@ class Starts:
         Never if our user started the run, or we have it from an initial peer.
         """
         is_bound = self._started_here() or self._joining.from_initial_peer
-        return not is_bound and self.founder not in self._context.links.chosen and self._is_larger(other)
+        return not is_bound and self._driver.founder not in self._context.links.chosen and self._is_larger(other)
 
     def _is_larger(self, other: Head | Beat) -> bool:
         """Whether more of our links are in another start than in ours, we counted; see `is_larger_start`."""

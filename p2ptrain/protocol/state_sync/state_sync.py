@@ -87,11 +87,6 @@ class StateSync:
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
 
-    @property
-    def run_founder(self) -> PeerId:
-        """The id of the peer that founded the run; "" before we have its state."""
-        return self._starts.founder
-
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
         while True:

@@ -56,13 +56,14 @@ def scaled_down(weights: Sequence[float], scales: Sequence[float]) -> list[float
     A mean divides by the sum of its weights. So a weight that is only multiplied leaves a member more: of two, a liar
     far above the limit would then count as much as with a norm of twice the limit.
     """
-    scaled = math.fsum(weight * scale for weight, scale in zip(weights, scales, strict=True) if scale < 1)
-    whole = math.fsum(weight for weight, scale in zip(weights, scales, strict=True) if scale == 1)
+    members = list(zip(weights, scales, strict=True))
+    scaled = math.fsum(weight * scale for weight, scale in members if scale < 1)
+    whole = math.fsum(weight for weight, scale in members if scale == 1)
     rest = math.fsum(weights) - scaled
     if whole == 0:  # they claim no tokens: the rest in equal parts
-        return [rest / scales.count(1) if scale == 1 else weight * scale for weight, scale in zip(weights, scales)]
+        return [rest / scales.count(1) if scale == 1 else weight * scale for weight, scale in members]
     factor = whole / rest
-    return [weight if scale == 1 else weight * scale * factor for weight, scale in zip(weights, scales, strict=True)]
+    return [weight if scale == 1 else weight * scale * factor for weight, scale in members]
 
 
 def guarded(

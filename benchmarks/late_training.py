@@ -70,7 +70,7 @@ class Cell:
         """Of each peer."""
         if not self.spread:
             return [self.delay] * self.peers
-        return [round(self.delay * number / (self.peers - 1)) for number in range(self.peers)]
+        return [round(self.delay * number / max(1, self.peers - 1)) for number in range(self.peers)]
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,8 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
     bounds = [len(anchor) // BLOCK * number // rule.sections * BLOCK for number in range(rule.sections + 1)]
     sections = [slice(*pair) for pair in itertools.pairwise(bounds)]
     first_due = [cell.sync_every * number // rule.sections for number in range(rule.sections)]
-    delays, taken = [math.ceil(delay / rule.sections) for delay in cell.delays], [-steps] * rule.sections
+    delays = [math.ceil(delay / rule.sections) for delay in cell.delays]
+    taken = [-math.inf] * rule.sections  # the step of each section's snapshot
 
     def step_from(gradient: Array) -> Array:
         """Where an outer step with this gradient would lead; changes nothing."""

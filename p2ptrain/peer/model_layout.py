@@ -1,10 +1,11 @@
-"""The layout of a user's model: trainable parameters in one index space, buffers, and the hash that peers compare."""
+"""The layout of a user's model: trainable parameters in one index space, buffers, and the layout that peers compare."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -99,11 +100,11 @@ class ModelParts:
         self.layout = f"{trained} in {count(len(self.parameters), 'tensor')}, hash {sha256}"
 
     def with_layout(self, run: RunConfig) -> RunConfig:
-        """The settings of a run, with the hash of this model. Raises RunMismatchError if they have another one."""
+        """The settings of a run, with the layout of this model. Raises RunMismatchError if they have another one."""
         theirs = run.model_layout
         if theirs and theirs != self.layout:
             raise RunMismatchError(
-                f"model: yours has {self.layout[:-52]}, that of run {run.run_id!r} {theirs[:-52]}; build the same "
+                f"model: yours has {_short(self.layout)}, that of run {run.run_id!r} {_short(theirs)}; build the same "
                 "(names, shapes, dtypes, which are trained, frozen values), or choose another run_id"
             )
         return dataclasses.replace(run, model_layout=self.layout)
@@ -272,6 +273,12 @@ class ModelParts:
         apart = [a - b.detach().to("cpu", torch.float32) for a, b in zip(there, self.parameters, strict=True)]
         norm, distance = (math.sqrt(sum(float(t.square().sum()) for t in of)) for of in (there, apart))
         return distance / norm if norm else 0.0
+
+
+def _short(layout: str) -> str:
+    """A layout with 12 digits of its hash. Other peers may send any text."""
+    known = re.fullmatch(r"([\d,]+ trained parameters? in [\d,]+ tensors?, hash [0-9a-f]{12})[0-9a-f]{52}", layout)
+    return known[1] if known else "a layout that this version does not know"
 
 
 def _check_same(sha256: str, ranks: ProcessGroup) -> None:

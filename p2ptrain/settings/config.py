@@ -87,7 +87,8 @@ class RunConfig:
         + ", ".join(f"{name} ({size})" for name, size in MODELS.items())
         + ". Their tables have a row for each id of the tokenizer; these numbers are with 98 for the first two, "
         "50,257 for gpt2-124m and 32,000 for the others.")
-    # Number of trained parameters and tensors; last, the hex SHA-256 of all names, shapes, dtypes and frozen values.
+    # Number of trained parameters and tensors, and the hex SHA-256 of names, shapes, dtypes, which are trained, and
+    # frozen values.
     model_layout: str = ""
     # "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.
     data: str = ""

@@ -46,6 +46,8 @@ ANSWER_S, ANSWER_ROUND_TRIPS = 1.0, 4
 LEAST_PAUSE_S, PAUSE_ROUND_TRIPS = 0.1, 4
 # Pause after an unexpected error.
 RETRY_S = 1.0
+# Why a step is given up.
+INTERRUPTED = "a round began, or another state was taken over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class Pairwise:
     async def _run_step(self) -> None:
         """Find a partner, take the step, and record the result."""
         began_s = trio.current_time()
-        outcome = _Outcome("skipped", reason="a round began")
+        outcome = _Outcome("skipped", reason=INTERRUPTED)
         try:
             await self._find_partner()
             if self._is_free:
@@ -272,7 +274,7 @@ class Pairwise:
         self._stepping = True
         snapshot = await self._snapshot()
         if snapshot is None:
-            return _Outcome("skipped", partner, "a round began")
+            return _Outcome("skipped", partner, INTERRUPTED)
         # A slow peer follows the others' position, as schedules depend on it.
         most = snapshot.run_step + MOST_INTERVAL * self._run.sync_every
         run_step = max(snapshot.run_step, min(others_step(linked_others(self._context)), most))
@@ -283,7 +285,7 @@ class Pairwise:
         if partner:
             outcome, theirs, scale = await self._swap(partner, snapshot)
         if not self._is_current(snapshot):
-            return _Outcome("skipped", partner, "a round began")
+            return _Outcome("skipped", partner, INTERRUPTED)
         vectors, lr, momentum = (self.anchor, self.moment, own), self._run.outer_lr, self._run.outer_momentum
         if theirs is None:
             step = functools.partial(pairwise_step, *vectors, None, lr=lr, momentum=momentum)
@@ -314,14 +316,14 @@ class Pairwise:
     # The training thread.
 
     async def _snapshot(self) -> Snapshot | None:
-        """A copy of the weights at the next inner step; None if a round needs them first, or another lineage begins."""
+        """A copy of the weights at the next inner step; None if a round needs them first, or the head changes."""
         buffer = await self._context.compute(self._exchange.new_buffer)
         if self._driver.is_busy:
             return None
-        # Each new head withdraws what was asked for under the one before.
-        self._taken, lineage = None, self._driver.head.lineage
+        # A new head withdraws what was asked for under the one before.
+        self._taken, head = None, self._driver.head
         self._exchange.want_snapshot(SnapshotWanted(buffer, 0.0, for_pair=True))
-        while self._taken is None and not self._driver.is_busy and self._driver.head.lineage == lineage:
+        while self._taken is None and not self._driver.is_busy and self._driver.head is head:
             with trio.move_on_after(POLL_S):
                 await self._changed.wait()
         return self._taken

@@ -321,8 +321,6 @@ class Attempts:
             if isinstance(message, m.Roster):
                 check_roster(message)
                 self._context.averaging.check_plan(message, self._context.grid)
-                if self._context.peer_id not in message.members:
-                    return
             member.deliver(message)
 
     def note_lost(self, peer_id: PeerId) -> None:

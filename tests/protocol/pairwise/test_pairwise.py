@@ -100,7 +100,8 @@ def test_settings_that_do_not_go_with_pairs_are_refused(name: str, value: Any) -
         dataclasses.replace(RUN, **{name: value})
 
 
-def test_a_step_that_waits_for_a_snapshot_goes_on_in_a_new_lineage() -> None:
+@pytest.mark.parametrize("is_new_lineage", [True, False])
+def test_a_step_that_waits_for_a_snapshot_goes_on_under_a_new_head(is_new_lineage: bool) -> None:
     async def main() -> None:
         async with swarm(RUN) as members:
             (peer,) = grow(members, 1)
@@ -110,7 +111,10 @@ def test_a_step_that_waits_for_a_snapshot_goes_on_in_a_new_lineage() -> None:
                 await trio.sleep(0.01)
             peer.paused = True
             driver, before = peer.current.driver, len(pairs(peer))
-            driver.found_lineage(driver.head, driver.history, "a test")
+            if is_new_lineage:
+                driver.found_lineage(driver.head, driver.history, "a test")
+            else:
+                driver._set_head(msgspec.structs.replace(driver.head, round=driver.head.round + 1))
             await trio.sleep(1.0)
             assert not pairwise_of(peer)._stepping
             peer.paused = False

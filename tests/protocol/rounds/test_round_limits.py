@@ -425,7 +425,7 @@ def test_a_leader_that_calls_again_and_again_and_never_comes_to_an_end_is_not_fo
     three_and_x(test)
 
 
-@pytest.mark.parametrize("says", ["abort", "roster of others"])
+@pytest.mark.parametrize("says", ["abort", "roster of others", "roster without them"])
 def test_a_leader_whose_attempts_come_to_nothing_gets_no_new_chance_from_the_rounds_of_others(says: str) -> None:
     async def test(s: Swarm, x: Member) -> None:
         began = trio.current_time()
@@ -438,8 +438,9 @@ def test_a_leader_whose_attempts_come_to_nothing_gets_no_new_chance_from_the_rou
                 if says == "abort":
                     x.tell(Abort(call.lineage, call.round, call.attempt, "sorry"))
                 else:
-                    parts = (RosterPart(0, s.peers["a"].node.state.num_blocks, "a", ()),)
-                    x.tell(Roster(call.lineage, call.round, call.attempt, tuple(s.peers), parts, ()))
+                    members = tuple(s.peers) if says == "roster of others" else ("x",)
+                    parts = (RosterPart(0, s.peers["a"].node.state.num_blocks, members[0], ()),)
+                    x.tell(Roster(call.lineage, call.round, call.attempt, members, parts, ()))
                 await trio.sleep(0.2)
 
         async with trio.open_nursery() as nursery:

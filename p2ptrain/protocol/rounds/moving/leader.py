@@ -120,7 +120,7 @@ class AveragingLeader:
             )
         roster = m.Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan, self._expected)
         self._heard_s = dict.fromkeys((part.reducer for part in self._plan), trio.current_time())
-        for peer_id in joined:  # who has no place on it waits for the record
+        for peer_id in joined:
             self._events.tell(peer_id, roster)
         included = await self._await_contributions()
         contributors = self._contributors = self._guarded(joins, included)

@@ -150,6 +150,8 @@ class Participation:
         self._events = events
         self._orders_send, self._orders = trio.open_memory_channel[Order](MAX_ORDERS)
         self._early = EarlyChunks(context.codec, context.grid)
+        self._has_roster = False
+        # None, as the reducer, if the roster has no place for us.
         self._sender: Sender | None = None
         self._reducer: Reducer | None = None
         self._fetching = self._held = False
@@ -161,9 +163,9 @@ class Participation:
             return "agreeing"
         if self._fetching:
             return "fetching the mean"
-        if self._sender is None:
+        if not self._has_roster:
             return "gathering"
-        if self.has_sent:
+        if self._sender is None or self.has_sent:
             return "averaging"
         return f"sending {self._sender.num_sent}/{self._sender.num_chunks}"
 
@@ -181,14 +183,14 @@ class Participation:
 
     def contribute(self, sender: PeerId, message: Contribution, data: bytes) -> None:
         """Add one chunk of a member's outer gradient. Raises WireError if it is off the plan."""
-        if self._sender is None:
+        if not self._has_roster:
             self._early.add(sender, message, data)
         elif self._reducer is not None:
             self._reducer.collect(sender, message, data)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""
-        if self._sender is None:
+        if not self._has_roster:
             self._early.overrun.add(peer_id)
         elif self._reducer is not None:
             self._reducer.note_lost(peer_id)
@@ -211,8 +213,10 @@ class Participation:
                     sending = trio.CancelScope()
                     async for order in self._orders:
                         match order:
-                            case Roster() if self._sender is None:
-                                nursery.start_soon(self._send, self._begin(order), sending)
+                            case Roster() if not self._has_roster:
+                                self._begin(order)
+                                if self._sender is not None:
+                                    nursery.start_soon(self._send, self._sender, sending)
                                 if self._reducer is not None:
                                     nursery.start_soon(self._reducer.run)
                             case Reduce() if self._reducer is not None:
@@ -246,9 +250,12 @@ class Participation:
         check_join(join)
         self._events.apply(Prepared(self.attempt, join))
 
-    def _begin(self, roster: Roster) -> Sender:
-        """Begin what the roster plans for us."""
-        context = self._context
+    def _begin(self, roster: Roster) -> None:
+        """Begin what the roster plans for us; who has no place on it waits for the record."""
+        context, self._has_roster = self._context, True
+        if context.peer_id not in roster.members:
+            self._early = EarlyChunks(context.codec, context.grid)
+            return
         context.pushed.begin_attempt(roster)
         for number, part in enumerate(roster.parts):
             if part.reducer == context.peer_id:
@@ -256,7 +263,6 @@ class Participation:
         self._sender = Sender(context, roster, self._taker, self._reducer)
         if self._reducer is not None:
             self._reducer.take(self._early)
-        return self._sender
 
     async def _send(self, sender: Sender, scope: trio.CancelScope) -> None:
         with scope:
@@ -265,7 +271,7 @@ class Participation:
     async def _hold(self, record: Record) -> None:
         check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
         # A leader without a roster proposes the record of an attempt before, which may name anybody.
-        leads = self.attempt.leader == self._context.peer_id and self._sender is not None
+        leads = self.attempt.leader == self._context.peer_id and self._has_roster
         context = self._context
         # Our READY for this record may have decided it, so it must not depend on whom we see now.
         is_accepted = context.parts.accepted == record

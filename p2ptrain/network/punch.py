@@ -20,12 +20,11 @@ to.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import trio
 
@@ -33,9 +32,9 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes, port_of
 from p2ptrain.network.daemon import Connections, dial, open_stream
+from p2ptrain.network.joined import End, joined
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
-from p2ptrain.network.socket_stream import LINGER_S, Service, SocketStream, receive_message, send_message
-from p2ptrain.network.thread import from_asyncio
+from p2ptrain.network.socket_stream import Service, SocketStream, receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal
@@ -119,80 +118,6 @@ def read_peer(peer: Peer) -> tuple[str, Outer]:
     if outer is None:
         raise PeerLostError("malformed address of a peer")
     return peer_id, outer
-
-
-class End(asyncio.Protocol):
-    """One of two joined connections: sends on the other one what it receives, and closes it when it ends.
-
-    Before `start` it keeps what it receives, and stops reading.
-    """
-
-    transport: asyncio.Transport
-    other: asyncio.Transport | None = None
-    _early = b""
-
-    def start(self) -> None:
-        assert self.other is not None
-        if self.transport.is_closing():
-            self.other.close()
-        else:
-            self.transport.resume_reading()
-            self.other.write(self._early)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        if self.other is None:
-            self._early += data
-            self.transport.pause_reading()
-        elif not self.other.is_closing():
-            self.other.write(data)
-
-    def pause_writing(self) -> None:
-        if self.other is not None and not self.other.is_closing():
-            self.other.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self.other is not None and not self.other.is_closing():
-            self.other.resume_reading()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.other is not None:
-            self.other.close()
-            asyncio.get_running_loop().call_later(LINGER_S, self.other.abort)
-
-
-@contextlib.asynccontextmanager
-async def joined(listening: Outer, outer: Outer, port: int | None = None) -> AsyncIterator[End]:
-    """Connect to `outer` from `port` (default: the one on which p2pd listens), connect to p2pd, and join the two.
-
-    If the block ends without an error, both last until one of them is closed; otherwise both are aborted. Raises
-    PeerLostError.
-    """
-    loop = asyncio.get_running_loop()
-    with contextlib.ExitStack() as unless_done:
-        with socket.socket() as dialled, socket.socket() as local:
-            try:
-                for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as p2pd does
-                    dialled.setsockopt(socket.SOL_SOCKET, option, 1)
-                dialled.bind(("", port or listening[1]))
-                ends = []
-                for unconnected, to in ((dialled, outer), (local, listening)):
-                    unconnected.setblocking(False)
-                    await from_asyncio(loop.sock_connect(unconnected, to))
-                    _, end = await from_asyncio(loop.create_connection(End, sock=unconnected.dup()))
-                    unless_done.callback(end.transport.abort)
-                    ends.append(end)
-            except OSError as error:
-                raise PeerLostError(f"dialling from port {port or listening[1]}: {error}") from None
-        remote, own = ends
-        # Before either starts, as the bytes that one writes may make the other pause it.
-        remote.other, own.other = own.transport, remote.transport
-        for end in ends:
-            end.start()
-        yield remote
-        unless_done.pop_all()
 
 
 class ExpiringSet:

@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import punch
 from p2ptrain.network._hivemind import Multiaddr, PeerID
+from p2ptrain.network.joined import End, joined
 from p2ptrain.network.libp2p_pb2 import Peer, Status, StopMessage
 from p2ptrain.network.punch import DialBudget, Outer, Puncher, meeting_points, outer_of, peer_at, read_peer
 from p2ptrain.network.socket_stream import framed, receive_message
+from p2ptrain.network.thread import from_asyncio
 from p2ptrain.protocol.wire.transport import Refusal, no_refusal
 from tests.network.local import Given, end_of, two_listening
 
@@ -447,7 +449,7 @@ def test_what_arrives_on_one_of_two_joined_connections_leaves_on_the_other(run: 
 
     async def main() -> None:
         async with two_listening() as (p2pd, far):
-            async with punch.joined(p2pd.getsockname(), far.getsockname()):
+            async with joined(p2pd.getsockname(), far.getsockname()):
                 (theirs, address), (ours, _) = await far.accept(), await p2pd.accept()
             assert address == p2pd.getsockname()
             data = bytes(range(256)) * 8192
@@ -472,21 +474,21 @@ def test_a_connection_that_ends_before_it_is_joined_ends_the_other(
 
     async def main() -> None:
         async with two_listening() as (p2pd, far):
-            bridged = punch.from_asyncio
+            bridged = from_asyncio
 
             async def send_and_close(coroutine: Any) -> Any:
                 """After the first connection, and before the second."""
                 result = await bridged(coroutine)
                 if result is not None:
-                    monkeypatch.setattr(punch, "from_asyncio", bridged)
+                    monkeypatch.setattr("p2ptrain.network.joined.from_asyncio", bridged)
                     theirs, _ = await far.accept()
                     await theirs.send(sent)
                     theirs.close()
                     await trio.testing.wait_all_tasks_blocked()
                 return result
 
-            monkeypatch.setattr(punch, "from_asyncio", send_and_close)
-            async with punch.joined(p2pd.getsockname(), far.getsockname()):
+            monkeypatch.setattr("p2ptrain.network.joined.from_asyncio", send_and_close)
+            async with joined(p2pd.getsockname(), far.getsockname()):
                 ours, _ = await p2pd.accept()
             assert await end_of(ours) == sent
 
@@ -495,9 +497,9 @@ def test_a_connection_that_ends_before_it_is_joined_ends_the_other(
 
 def test_a_peer_that_reads_nothing_keeps_no_connection_open(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(punch, "LINGER_S", 0.0)
+        monkeypatch.setattr("p2ptrain.network.joined.LINGER_S", 0.0)
         aborted = trio.Event()
-        end = punch.End()
+        end = End()
         end.other = Mock(abort=aborted.set)
         end.connection_lost(None)
         await aborted.wait()
@@ -511,7 +513,7 @@ def test_a_closed_port_is_a_lost_peer(run: Run) -> None:
             silent = far.getsockname()
             far.close()
             with pytest.raises(PeerLostError, match="dialling from port"):
-                async with punch.joined(p2pd.getsockname(), silent):
+                async with joined(p2pd.getsockname(), silent):
                     pass
 
     run(main)

@@ -313,6 +313,27 @@ def test_a_link_on_which_a_chunk_takes_longer_than_any_first_limit_makes_rounds_
     run_virtual(main)
 
 
+@pytest.mark.parametrize("slow", ["abc", "e"])
+def test_rounds_go_on_where_lines_become_far_slower_than_in_the_rounds_before(slow: str) -> None:
+    """After fast rounds an attempt has 60 s, of which half are for sending: here that takes 45 s."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=120, round_codec="none")
+        async with swarm(run, shapes=[("weight", (12 * 1024, 64))]) as s:
+            start_all(s, "abc" if slow == "abc" else "abcde", step_s=1.0)
+            await s.until(lambda: all(len(p.rounds("committed")) >= 2 for p in s.peers.values()), within_s=600)
+            driver = s.peers["a"].node.driver
+            before, size = driver.head.round, driver.context.codec.size_bytes(driver.context.state.num_blocks)
+            for name in slow:
+                s.network.narrow(name, 2 / 3 * size / 45)
+            # "e" alone may fall behind.
+            peers = [s.peers[name] for name in ("abc" if slow == "abc" else "abcd")]
+            await s.until(lambda: all(p.node.driver.head.round >= before + 3 for p in peers), within_s=900)
+            assert all(len(p.rounds("skipped")) <= 1 for p in peers)
+
+    run_virtual(main)
+
+
 def test_who_is_not_drawn_waits_as_long_as_those_who_average() -> None:
     async def main() -> None:
         run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=800, max_contributors=2)

@@ -147,7 +147,7 @@ class AveragingLeader:
     async def _await_contributions(self) -> list[PeerId]:
         """Wait until each member is complete at its reducers or excluded, or time is up; return the complete ones.
 
-        Reducers that contradict all others are blamed, not the members that they give up.
+        Reducers that contradict all others are blamed, not the members that they give up, or wait for until time is up.
         """
         sends = self._sends
         complete: dict[PeerId, set[int]] = {member: set() for member in sends}
@@ -172,13 +172,18 @@ class AveragingLeader:
                             self._roots[message.part][member] = root
                     given_up = {member for member in message.failed if message.part in sends.get(member, ())}
                     failed_at[message.part] |= given_up - {sender}
+        timed_out = trio.current_time() >= until_s
+        if timed_out and 2 * sum(sends[member] <= complete[member] for member in sends) <= len(sends):
+            # The next attempt gets more time, as after one that timed out as a whole.
+            self._context.timeouts.note_round(self._attempt_s)
         for part, members in policy.conflicts_of(self._roots, self._plan, self._context.peer_id).items():
             failed_at[part] |= members
         for part, at in failed_at.items():
             reducer = self._plan[part].reducer
             left = self._parts_left(sends)
-            if reducer != self._context.peer_id and policy.is_doubted(part, at, sends, complete, left):
-                self.note_gone(reducer, f"it gives up {len(at)} members")
+            late = {member for member in sends if timed_out and part in sends[member] - complete[member]} - {reducer}
+            if reducer != self._context.peer_id and policy.is_doubted(part, at | late, sends, complete, left):
+                self.note_gone(reducer, f"{len(at | late)} members are not complete there")
         left = self._parts_left(sends)
         excluded = self._gone.keys() | {member for part in left for member in failed_at[part]}
         return policy.included(sends, complete, left, excluded)

@@ -34,7 +34,7 @@ def part_limit_s(mean_bytes: int) -> float:
     """The longest that one peer may take for one part of a mean of this size.
 
     Time to fall silent once and be asked again, and that of the whole mean on the slowest line: a giver's line carries
-    its part to all members, and ours carries all parts.
+    its part to all members, and ours carries all parts. Who is not drawn asks too, so that it may be more than a mean.
     """
     return 2 * PIECE_TIMEOUT_S + mean_bytes / SLOWEST_BYTES_S
 
@@ -160,9 +160,8 @@ class PartStore:
         """
         self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
         self._forget_unneeded()
-        fetch = _RecordFetch(
-            record, part_limit_s(sum(self._averaging.size_bytes(record, part) for part in record.parts))
-        )
+        sizes = [self._averaging.size_bytes(record, part) for part in record.parts]
+        fetch = _RecordFetch(record, part_limit_s(max(sum(sizes), len(others) * max(sizes))))
         async with nursery_raising(PeerLostError) as nursery:
             for i, part in enumerate(record.parts):
                 if part.digest not in self._parts:

@@ -135,6 +135,32 @@ def test_a_part_that_comes_forever_is_given_up_in_time_and_asked_of_another(is_p
     run_virtual(main)
 
 
+def test_a_giver_that_all_ask_may_take_longer() -> None:
+    data = blob(0) * 64
+
+    class Slow(Holder):
+        """Gives a piece in 19 s, as all others ask it too."""
+
+        def get(self, peer_id: str) -> Holder | None:
+            return self if peer_id == "x" else None
+
+        async def request(self, link: Any, *args: Any, timeout_s: float) -> Any:
+            await trio.sleep(19)
+            return await Holder.request(link, link, *args, timeout_s=timeout_s)
+
+    links: Any = Slow(data)
+
+    async def main() -> None:
+        averaging = averaging_of(RUN)
+        parts = PartStore(links, inline, averaging, PushedMeans(links, averaging, mean_bytes=lambda blocks: len(data)))
+        record = record_of(data)
+        record = msgspec.structs.replace(record, parts=(Part(0, 64 * BLOCKS, record.parts[0].digest, "x"),))
+        await parts.fetch(record, [f"y{number}" for number in range(10)])
+        assert part_limit_s(len(data)) < trio.current_time() < part_limit_s(10 * len(data))
+
+    run_virtual(main)
+
+
 def push_expected(parts: PartStore, data: bytes, start: int = 0) -> None:
     parts._pushed.receive("x", Mean("0-g", 1, ATTEMPT, "", start), data)
 

@@ -111,9 +111,9 @@ RUNS = (
         )
     ),
     Run("harm", "make harm", "1 h", "[what lying members cost](../understand/security.md)"),
-    Run("thousand", "make thousand", "1 h", "[large swarms](benchmarks.md#large-swarms)"),
+    Run("thousand", "make thousand", "45 min", "[large swarms](benchmarks.md#large-swarms)"),
     Run("pairwise", "make pairwise", "20 min", "[random pairs](benchmarks.md#random-pairs-against-rounds)"),
-    Run("reproduce", "make reproduce", "4 h", "[the papers' experiments](reproduction.md)"),
+    Run("reproduce", "make reproduce", "40 min", "[the papers' experiments](reproduction.md)"),
     Run("results", "make results", "20 h", "[loss of one peer, four, and data parallel](results.md)"),
 )
 

@@ -18,7 +18,7 @@ from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
 from p2ptrain.protocol.rounds.deciding import guard, policy
 from p2ptrain.protocol.rounds.deciding.averaging import Conclusion
 from p2ptrain.protocol.rounds.deciding.record import check_arrived, record_of
-from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
+from p2ptrain.protocol.rounds.deciding.timeouts import REPORT_S, SILENT_REDUCER_S
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -147,7 +147,8 @@ class AveragingLeader:
     async def _await_contributions(self) -> list[PeerId]:
         """Wait until each member is complete at its reducers or excluded, or time is up; return the complete ones.
 
-        Reducers that contradict all others are blamed, not the members that they give up, or wait for until time is up.
+        Reducers that contradict all others are blamed, not the members that they give up; once time is up and most
+        members are incomplete, also those that alone wait for members.
         """
         sends = self._sends
         complete: dict[PeerId, set[int]] = {member: set() for member in sends}
@@ -172,16 +173,21 @@ class AveragingLeader:
                             self._roots[message.part][member] = root
                     given_up = {member for member in message.failed if message.part in sends.get(member, ())}
                     failed_at[message.part] |= given_up - {sender}
+            if trio.current_time() > until_s + HELD_UP_S:
+                until_s = trio.current_time() + REPORT_S  # this process stood still, and reports may wait to be read
+        staying = sends.keys() - self._gone.keys()
+        done = sum(sends[member] <= complete[member] for member in staying)
         timed_out = trio.current_time() >= until_s
-        if timed_out and 2 * sum(sends[member] <= complete[member] for member in sends) <= len(sends):
+        if timed_out and 2 * done <= len(staying):
             # The next attempt gets more time, as after one that timed out as a whole.
             self._context.timeouts.note_round(self._attempt_s)
+        awaited = staying if timed_out and 2 * done < len(staying) else set[PeerId]()
         for part, members in policy.conflicts_of(self._roots, self._plan, self._context.peer_id).items():
             failed_at[part] |= members
         for part, at in failed_at.items():
             reducer = self._plan[part].reducer
             left = self._parts_left(sends)
-            late = {member for member in sends if timed_out and part in sends[member] - complete[member]} - {reducer}
+            late = {member for member in awaited if part in sends[member] - complete[member]} - {reducer}
             if reducer != self._context.peer_id and policy.is_doubted(part, at | late, sends, complete, left):
                 self.note_gone(reducer, f"{len(at | late)} members are not complete there")
         left = self._parts_left(sends)

@@ -34,7 +34,7 @@ def part_limit_s(mean_bytes: int) -> float:
     """The longest that one peer may take for one part of a mean of this size.
 
     Time to fall silent once and be asked again, and that of the whole mean on the slowest line: a giver's line carries
-    its part to all members, and ours carries all parts. Who is not drawn asks too, so that it may be more than a mean.
+    its part to all members, and ours carries all parts.
     """
     return 2 * PIECE_TIMEOUT_S + mean_bytes / SLOWEST_BYTES_S
 
@@ -49,11 +49,13 @@ class _RecordFetch:
 
     Attributes:
         limit_s: the longest that a giver may take for one part, however steadily its bytes come.
+        pushed_s: likewise for a reducer that pushes it.
         failed: givers too slow, silent or with wrong bytes, which are asked for no other part of the record.
     """
 
     record: Record
     limit_s: float
+    pushed_s: float
     failed: set[PeerId] = field(default_factory=set)
     at_once: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(PARTS_AT_ONCE))
 
@@ -161,7 +163,9 @@ class PartStore:
         self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
         self._forget_unneeded()
         sizes = [self._averaging.size_bytes(record, part) for part in record.parts]
-        fetch = _RecordFetch(record, part_limit_s(max(sum(sizes), len(others) * max(sizes))))
+        # Means are pushed to members only. Who is not drawn asks, so a giver's line may carry more than one mean.
+        asked = max(sum(sizes), len(others) * max(sizes))
+        fetch = _RecordFetch(record, part_limit_s(asked), part_limit_s(sum(sizes)))
         async with nursery_raising(PeerLostError) as nursery:
             for i, part in enumerate(record.parts):
                 if part.digest not in self._parts:
@@ -181,12 +185,12 @@ class PartStore:
                 link = self._links.get(holder)
                 if link is None or holder in fetch.failed:
                     continue
-                until_s, data = trio.current_time() + fetch.limit_s, None
+                now, data = trio.current_time(), None
                 if holder == part.holder:
-                    data = await self._pushed.take(part, size, until_s, is_part)
+                    data = await self._pushed.take(part, size, now + fetch.pushed_s, is_part)
                 if data is None:
                     try:
-                        with trio.fail_at(until_s):
+                        with trio.fail_at(now + fetch.limit_s):
                             data = await self._fetch_from(link, part, size)
                         if data is not None and not await is_part(data):
                             # No strike: a made-up record may name another part's hash.

@@ -7,7 +7,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 # Pipes that a shell opens (`-c <(make-settings)`, `… | p2ptrain -c /dev/stdin`) are allowed: they have a writer.
 _OF_SHELL = (Path("/dev/fd"), Path("/proc/self/fd"))
@@ -38,6 +38,11 @@ def read_text(path: Path) -> str:
     if len(content) > MAX_TEXT_BYTES:
         raise OSError(errno.EFBIG, f"has more than {MAX_TEXT_BYTES:,} bytes", str(path))
     return content.decode("utf-8")
+
+
+def raise_unreadable(error: OSError) -> NoReturn:
+    """For `os.walk(onerror=…)`, which leaves out silently what it cannot read."""
+    raise error
 
 
 def try_to_write(directory: Path) -> None:

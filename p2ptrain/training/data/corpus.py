@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.formatting import count
-from p2ptrain.settings.files import open_file
+from p2ptrain.settings.files import open_file, raise_unreadable
 from p2ptrain.settings.machine import free_memory_bytes
+from p2ptrain.settings.table import BUILTIN_DATA
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
 from p2ptrain.training.memory import check_text
 
@@ -122,7 +123,7 @@ def read_texts(source: str) -> TextFiles:
 
     Raises ConfigError if the text is missing, empty, unreadable or binary.
     """
-    if source == "stdlib":
+    if source == BUILTIN_DATA:
         return TextFiles(source, _decoded(source, _stdlib_files()))
     path = Path(source).expanduser()
     try:
@@ -197,10 +198,7 @@ def _text_files(root: Path) -> Iterator[tuple[str, bytes]]:
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
     """All regular, visible files below `root` with their relative paths in POSIX notation."""
 
-    def fail(error: OSError) -> None:
-        raise error
-
-    for folder, folders, names in os.walk(root, onerror=fail):
+    for folder, folders, names in os.walk(root, onerror=raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
         for name in names:
             path = Path(folder, name)

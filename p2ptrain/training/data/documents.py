@@ -20,6 +20,7 @@ import zstandard
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
+from p2ptrain.settings.files import raise_unreadable
 from p2ptrain.training.hub import is_hub_there, library_errors
 
 UNIT_BYTES = 64 * 2**20
@@ -99,12 +100,8 @@ def read_documents(unit: Unit, field: str, split: str) -> Iterator[Document]:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-
-    def fail(error: OSError) -> None:
-        raise error
-
     found: list[Path] = []
-    for folder, folders, names in os.walk(path, onerror=fail):
+    for folder, folders, names in os.walk(path, onerror=raise_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     for file in found:

@@ -220,7 +220,7 @@ class Schedule:
     def note_led(self, now: float, *, timed_out: bool) -> None:
         """An attempt that we led has ended without a record. If it timed out, the next one gets more time."""
         if timed_out:
-            self._context.timeouts.note_round(now - self._called_s)
+            self._context.timeouts.note_timed_out(now - self._called_s)
         self._delayed_until_s = now + self._rng.uniform(*LEADER_DELAY_S)
 
     def ignore(self, leader: PeerId, now: float) -> None:

@@ -81,8 +81,12 @@ class Timeouts:
         longest_s = MARGIN * self._longest_s.get(sender, 0.0)
         return min(max(STALL_S, 4 * rtt_s, 2 * slowest_s, longest_s), self._peer_timeout_s)
 
+    def note_timed_out(self, took_s: float) -> None:
+        """Record the duration of an attempt that timed out: the next one gets more time."""
+        self._rounds_s.setdefault(self._share, deque(maxlen=ROUNDS)).append(took_s)
+
     def note_round(self, took_s: float) -> None:
-        """Record the duration of a committed round, or of an attempt that timed out."""
+        """Record the duration of a committed round. The waits for senders before it count for less then."""
         self._rounds_s.setdefault(self._share, deque(maxlen=ROUNDS)).append(took_s)
         self._longest_s = {sender: FADE * longest for sender, longest in self._longest_s.items() if longest > 0.1}
 

@@ -136,7 +136,7 @@ class AveragingLeader:
         if averaging.cancelled_caught:
             self.note_timed_out()
             # The next attempt gets more time, as after one that timed out as a whole.
-            self._context.timeouts.note_round(self._attempt_s)
+            self._context.timeouts.note_timed_out(self._attempt_s)
             raise RoundFailedError("a reducer did not average its part in time")
         # From here a lost reducer is not avoided, as its part is done. A lost contributor stays in the mean, and is a
         # voter of the next round.
@@ -180,7 +180,7 @@ class AveragingLeader:
         timed_out = trio.current_time() >= until_s
         if timed_out and 2 * done <= len(staying):
             # The next attempt gets more time, as after one that timed out as a whole.
-            self._context.timeouts.note_round(self._attempt_s)
+            self._context.timeouts.note_timed_out(self._attempt_s)
         awaited = staying if timed_out and 2 * done < len(staying) else set[PeerId]()
         for part, members in policy.conflicts_of(self._roots, self._plan, self._context.peer_id).items():
             failed_at[part] |= members

@@ -153,6 +153,9 @@ def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
     measured.note_wait("a", 100.0)
     assert measured.stall_s("a", 0.0, 0.5) == 30.0
     for _ in range(20):
+        measured.note_timed_out(1.0)
+    assert measured.stall_s("a", 0.0, 0.5) == 30.0
+    for _ in range(20):
         measured.note_round(1.0)
     assert measured.stall_s("a", 0.0, 0.5) == STALL_S
 
@@ -164,8 +167,8 @@ def test_an_attempt_gets_several_times_what_rounds_took_up_to_the_users_bound() 
     assert measured.attempt_s() == MIN_ATTEMPT_S
     measured.note_round(40.0)
     assert measured.attempt_s() == 40.0 * MARGIN
-    measured.note_round(measured.attempt_s())
+    measured.note_timed_out(measured.attempt_s())
     assert measured.attempt_s() == 40.0 * MARGIN**2
-    measured.note_round(measured.attempt_s())
+    measured.note_timed_out(measured.attempt_s())
     assert measured.attempt_s() == 600.0
     assert timeouts(round_timeout_s=20.0).attempt_s() == 20.0

@@ -232,6 +232,7 @@ class Attempts:
         if self._member is None or self._member.attempt != effect.attempt:
             return
         leader, superseded = effect.attempt.leader, self.state.member is not None
+        self._context.timeouts.note_unsent(self._member.unsent_s)
         self._end_member()
         self._context.parts.end_attempt()
         if not superseded:

@@ -34,14 +34,17 @@ from p2ptrain.protocol.rounds.deciding.events import (
 )
 from p2ptrain.protocol.rounds.deciding.grid import Grid, gradient_codec
 from p2ptrain.protocol.rounds.deciding.timeouts import (
+    AVERAGING_SHARE,
+    MIN_ATTEMPT_S,
     REPORT_S,
+    SENDING_SHARE,
     STALL_S,
     PeerBackoff,
     Timeouts,
 )
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.moving.collection import Collection
-from p2ptrain.protocol.rounds.moving.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
+from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Abort,
@@ -315,10 +318,13 @@ def test_a_link_on_which_a_chunk_takes_longer_than_any_first_limit_makes_rounds_
 
 @pytest.mark.parametrize("slow", ["abc", "e"])
 def test_rounds_go_on_where_lines_become_far_slower_than_in_the_rounds_before(slow: str) -> None:
-    """After fast rounds an attempt has 60 s, of which half are for sending: here that takes 45 s."""
+    """After fast rounds an attempt has 60 s, of which half are for sending: here that takes 45 s.
+
+    An audit would send as much again.
+    """
 
     async def main() -> None:
-        run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=120, round_codec="none")
+        run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=120, round_codec="none", audit_rate=0.0)
         async with swarm(run, shapes=[("weight", (12 * 1024, 64))]) as s:
             start_all(s, "abc" if slow == "abc" else "abcde", step_s=1.0)
             await s.until(lambda: all(len(p.rounds("committed")) >= 2 for p in s.peers.values()), within_s=600)
@@ -330,6 +336,32 @@ def test_rounds_go_on_where_lines_become_far_slower_than_in_the_rounds_before(sl
             peers = [s.peers[name] for name in ("abc" if slow == "abc" else "abcd")]
             await s.until(lambda: all(p.node.driver.head.round >= before + 3 for p in peers), within_s=900)
             assert all(len(p.rounds("skipped")) <= 1 for p in peers)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("slow", ["abc", "e"])
+def test_who_could_not_send_to_most_reducers_in_time_gives_the_next_attempt_more_time(slow: str) -> None:
+    """Also where another leads it. One reducer that takes nothing from us says nothing about our line."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=120, round_codec="none")
+        async with swarm(run, shapes=[("weight", (32 * 1024, 64))]) as s:
+            start_all(s, "abc" if slow == "abc" else "abcde", step_s=1.0)
+            await s.until(lambda: all(len(p.rounds("committed")) >= 2 for p in s.peers.values()), within_s=600)
+            contexts = {name: peer.node.driver.context for name, peer in s.peers.items()}
+            size = contexts["a"].codec.size_bytes(contexts["a"].state.num_blocks)
+            for name in slow:
+                s.network.narrow(name, 2 / 3 * size / 90)
+
+            def with_more() -> set[str]:
+                return {name for name, of in contexts.items() if of.timeouts.attempt_s() > MIN_ATTEMPT_S}
+
+            await s.until(lambda: bool(with_more()))
+            await trio.sleep(5)  # the Abort waits on the line
+            leader = with_more() - set(slow)
+            assert set(slow) <= with_more()
+            assert len(leader) <= 1
 
     run_virtual(main)
 

@@ -255,11 +255,11 @@ def test_after_its_attempt_a_leader_waits_a_moment_and_gives_the_next_one_more_t
     schedule.note_led(120.0, timed_out=False)
     assert LEADER_DELAY_S[0] <= schedule.delay_s(120.0) <= LEADER_DELAY_S[1]
     assert schedule.delay_s(121.0) == 0.0
-    assert schedule._context.timeouts.attempt_s() == 600.0  # nothing was measured
-    schedule.note_led(120.0, timed_out=True)
-    known = Timeouts(peer_timeout_s=30.0, round_timeout_s=600.0)
-    known.note_round(20.0)
-    assert schedule._context.timeouts.attempt_s() == known.attempt_s() < 600.0
+    schedule._context.timeouts.note_round(30.0)
+    schedule.note_led(160.0, timed_out=False)
+    assert schedule._context.timeouts.attempt_s() == 90.0
+    schedule.note_led(160.0, timed_out=True)
+    assert schedule._context.timeouts.attempt_s() == 180.0
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ MARGIN = 3.0
 FADE = 0.5
 # An attempt gets at least this long, so that a short stall of a machine does not end it (guess).
 MIN_ATTEMPT_S = 60.0
+# Contributions get this share of an attempt's time; then incomplete ones are left out. Fetching the mean takes about as
+# long as sending.
+SENDING_SHARE = 0.5
+# Averaging gets this share, from the end of sending; then reducers that are not done are avoided (guess).
+AVERAGING_SHARE = 0.25
 # Rounds remembered.
 ROUNDS = 8
 # Interval of a reducer's reports to its leader; after three missing ones it is given up (guess).
@@ -82,8 +87,13 @@ class Timeouts:
         return min(max(STALL_S, 4 * rtt_s, 2 * slowest_s, longest_s), self._peer_timeout_s)
 
     def note_timed_out(self, took_s: float) -> None:
-        """Record the duration of an attempt that timed out: the next one gets more time."""
-        self._rounds_s.setdefault(self._share, deque(maxlen=ROUNDS)).append(took_s)
+        """Record the duration of an attempt that timed out: the next one gets more time, never less."""
+        if MARGIN * took_s > self.attempt_s():
+            self._rounds_s.setdefault(self._share, deque(maxlen=ROUNDS)).append(took_s)
+
+    def note_unsent(self, sending_s: float) -> None:
+        """An attempt ended after we had been sending for so long, and were not done."""
+        self.note_timed_out(sending_s / SENDING_SHARE)
 
     def note_round(self, took_s: float) -> None:
         """Record the duration of a committed round. The waits for senders before it count for less then."""

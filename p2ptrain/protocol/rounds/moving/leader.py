@@ -18,17 +18,12 @@ from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
 from p2ptrain.protocol.rounds.deciding import guard, policy
 from p2ptrain.protocol.rounds.deciding.averaging import Conclusion
 from p2ptrain.protocol.rounds.deciding.record import check_arrived, record_of
-from p2ptrain.protocol.rounds.deciding.timeouts import REPORT_S, SILENT_REDUCER_S
+from p2ptrain.protocol.rounds.deciding.timeouts import AVERAGING_SHARE, REPORT_S, SENDING_SHARE, SILENT_REDUCER_S
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# Contributions get this share of an attempt's time; then incomplete ones are left out. Fetching the mean takes about as
-# long as sending.
-SENDING_SHARE = 0.5
-# Averaging gets this share, from the end of sending; then reducers that are not done are avoided (guess).
-AVERAGING_SHARE = 0.25
 MAX_INBOX = 1024
 
 

@@ -152,8 +152,10 @@ def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
     assert measured.stall_s("b", 0.0, 0.5) == STALL_S
     measured.note_wait("a", 100.0)
     assert measured.stall_s("a", 0.0, 0.5) == 30.0
-    for _ in range(20):
-        measured.note_timed_out(1.0)
+    measured.note_round(20.0)
+    measured.note_wait("a", 100.0)
+    for took_s in range(20, 40):
+        measured.note_timed_out(took_s)
     assert measured.stall_s("a", 0.0, 0.5) == 30.0
     for _ in range(20):
         measured.note_round(1.0)
@@ -163,11 +165,17 @@ def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
 def test_an_attempt_gets_several_times_what_rounds_took_up_to_the_users_bound() -> None:
     measured = timeouts(round_timeout_s=600.0)
     assert measured.attempt_s() == 600.0
+    measured.note_timed_out(5.0)  # nothing was measured: it says nothing
+    assert measured.attempt_s() == 600.0
     measured.note_round(2.0)
     assert measured.attempt_s() == MIN_ATTEMPT_S
     measured.note_round(40.0)
     assert measured.attempt_s() == 40.0 * MARGIN
-    measured.note_timed_out(measured.attempt_s())
+    measured.note_timed_out(20.0)
+    assert measured.attempt_s() == 40.0 * MARGIN
+    measured.note_unsent(40.0)
+    assert measured.attempt_s() == 80.0 * MARGIN
+    measured.note_timed_out(40.0 * MARGIN)
     assert measured.attempt_s() == 40.0 * MARGIN**2
     measured.note_timed_out(measured.attempt_s())
     assert measured.attempt_s() == 600.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import trio
@@ -13,6 +14,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.deciding.events import deadline_s
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.timeouts import MARGIN, MIN_ATTEMPT_S
+from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.moving.pushed_means import MeanPush
@@ -68,6 +70,33 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
             if late:
                 # The leader's next attempt has more time, should the reducer only be slow.
                 assert s.peers[reported[0]].node.driver.context.timeouts.attempt_s() == MARGIN * MIN_ATTEMPT_S
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("names", "liars"), [("abcde", "de"), ("abcdefg", "efg")])
+def test_reducers_that_all_say_that_nothing_arrives_are_avoided(
+    names: str, liars: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gives up the others' outer gradients too, so that no member is complete at all other reducers."""
+    lying = False
+    add = Collection.add
+
+    def refuse(self: Collection, sender: str, *args: Any, **kwargs: Any) -> bool:
+        if lying and self._part.reducer in liars and sender != self._part.reducer:
+            self.fail(sender)
+        return add(self, sender, *args, **kwargs)
+
+    monkeypatch.setattr(Collection, "add", refuse)
+
+    async def main() -> None:
+        nonlocal lying
+        async with swarm(dataclasses.replace(PLAIN, audit_rate=0.0), shapes=[("head", (len(names) * 1024, 64))]) as s:
+            start_all(s, names)
+            await s.until(lambda: common(s, 2, len(names)))
+            lying, honest = True, [s.peers[name] for name in names if name not in liars]
+            before = s.peers["a"].node.driver.head.round
+            await s.until(lambda: all(peer.node.driver.head.round >= before + 5 for peer in honest), within_s=140)
 
     run_virtual(main)
 

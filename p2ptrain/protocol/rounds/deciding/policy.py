@@ -43,6 +43,8 @@ _RANKS = 2**64
 
 # Numbers of parts, by member.
 PartsOf = Mapping[PeerId, Collection[int]]
+# Members that its reducer gives up, by part.
+FailedAt = Mapping[int, Collection[PeerId]]
 
 
 def rank(state_hash: str, peer_id: PeerId) -> int:
@@ -108,23 +110,43 @@ def parts_of(members: Sequence[PeerId], plan: Sequence[RosterPart]) -> dict[Peer
     return {member: {i for i, of_part in enumerate(senders) if member in of_part} for member in members}
 
 
-def is_doubted(
-    part: int, failed: Collection[PeerId], sends: PartsOf, complete: PartsOf, parts: Collection[int]
-) -> bool:
-    """Whether a part's reducer is at fault, and not the members that it gives up.
+def at_fault(failed: FailedAt, sends: PartsOf, complete: PartsOf, parts: Collection[int]) -> set[int]:
+    """The parts whose reducers are at fault, and not the members that they give up.
 
-    It is if it gives up at least half of its other senders (at least one) that are complete at all other reducers. The
-    only reducer is at fault if it gives up more than half.
+    A reducer is if it gives up at least half of its other senders (at least one) that are complete at most other
+    reducers. The only reducer is if it gives up more than half. If that would be most reducers, none is: the lines
+    between two groups of members may be slow.
 
     Args:
-        failed: the members that it gives up.
+        failed: by part, the members that its reducer gives up; parts that are not to be blamed are left out.
         sends, complete: by member, the parts that it sends, and those that have arrived.
         parts: those whose reducers are not gone.
     """
-    elsewhere = set(parts) - {part}
-    alone = [member for member in failed if elsewhere.intersection(sends[member]) <= set(complete[member])]
-    others = sum(part in sent for sent in sends.values()) - 1
-    return 2 * len(alone) >= max(2, others) and (bool(elsewhere) or 2 * len(alone) > others)
+
+    def is_at_fault(part: int) -> bool:
+        given_up = [member for member in failed[part] if _is_complete_at_most(parts, part, sends, complete, member)]
+        others = sum(part in sent for sent in sends.values()) - 1
+        return 2 * len(given_up) >= max(2, others) and (len(parts) > 1 or 2 * len(given_up) > others)
+
+    faulty = {part for part in parts if part in failed and is_at_fault(part)}
+    return faulty if 2 * len(faulty) <= max(2, len(parts)) else set()
+
+
+def _is_complete_at_most(parts: Collection[int], but: int, sends: PartsOf, complete: PartsOf, member: PeerId) -> bool:
+    """Whether most parts that a member sends, except one, have arrived."""
+    elsewhere = set(parts).intersection(sends[member]) - {but}
+    missing = elsewhere.difference(complete[member])
+    return not missing or 2 * len(missing) < len(elsewhere)
+
+
+def is_anyone_awaited(
+    failed: FailedAt, sends: PartsOf, complete: PartsOf, parts: Collection[int], gone: Collection[PeerId]
+) -> bool:
+    """Whether a member can still become complete, or the fault of its reducer. For the arguments see `at_fault`."""
+    hoped = {member: {part for part in parts if member not in failed[part]} for member in sends}
+    faulty = at_fault(failed, sends, hoped, parts)
+    excluded = {member for part in set(parts) - faulty for member in failed[part]}.union(gone)
+    return any(hoped[m].intersection(sends[m]).difference(complete[m]) for m in sends.keys() - excluded)
 
 
 def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:

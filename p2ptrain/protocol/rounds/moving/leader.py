@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import trio
 
@@ -142,22 +142,16 @@ class AveragingLeader:
     async def _await_contributions(self) -> list[PeerId]:
         """Wait until each member is complete at its reducers or excluded, or time is up; return the complete ones.
 
-        Reducers that contradict all others are blamed, not the members that they give up; once time is up and most
-        members are incomplete, also those that alone wait for members.
+        Reducers that contradict most others are blamed, not the members that they give up; once time is up and most
+        members are incomplete, also those that still wait for members that most others have.
         """
         sends = self._sends
         complete: dict[PeerId, set[int]] = {member: set() for member in sends}
         failed_at: dict[int, set[PeerId]] = {part: set() for part in range(len(self._plan))}
         until_s = trio.current_time() + SENDING_SHARE * self._attempt_s
-
-        def is_anyone_awaited(parts: Collection[int]) -> bool:
-            """Whether a member can still become complete, or the fault of its reducer."""
-            hoped = {member: {part for part in parts if member not in failed_at[part]} for member in sends}
-            blamed = [part for part in parts if not policy.is_doubted(part, failed_at[part], sends, hoped, parts)]
-            awaited = sends.keys() - self._gone.keys() - {member for part in blamed for member in failed_at[part]}
-            return any(hoped[member] & sends[member] - complete[member] for member in awaited)
-
-        while trio.current_time() < until_s and is_anyone_awaited(self._parts_left(sends)):
+        while trio.current_time() < until_s and policy.is_anyone_awaited(
+            failed_at, sends, complete, self._parts_left(sends), self._gone
+        ):
             for sender, message in await self._news(until_s):
                 self._note_report(sender, message)
                 if isinstance(message, m.Arrived) and self._is_of_its_part(sender, message.part):
@@ -179,12 +173,14 @@ class AveragingLeader:
         awaited = staying if timed_out and 2 * done < len(staying) else set[PeerId]()
         for part, members in policy.conflicts_of(self._roots, self._plan, self._context.peer_id).items():
             failed_at[part] |= members
+        missing: dict[int, set[PeerId]] = {}
         for part, at in failed_at.items():
             reducer = self._plan[part].reducer
-            left = self._parts_left(sends)
-            late = {member for member in awaited if part in sends[member] - complete[member]} - {reducer}
-            if reducer != self._context.peer_id and policy.is_doubted(part, at | late, sends, complete, left):
-                self.note_gone(reducer, f"{len(at | late)} members are not complete there")
+            if reducer != self._context.peer_id:
+                late = {member for member in awaited if part in sends[member] - complete[member]}
+                missing[part] = at | (late - {reducer})
+        for part in sorted(policy.at_fault(missing, sends, complete, self._parts_left(sends))):
+            self.note_gone(self._plan[part].reducer, f"{len(missing[part])} members are not complete there")
         left = self._parts_left(sends)
         excluded = self._gone.keys() | {member for part in left for member in failed_at[part]}
         return policy.included(sends, complete, left, excluded)

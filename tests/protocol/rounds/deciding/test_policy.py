@@ -229,32 +229,87 @@ def test_no_outer_gradient_weighs_more_than_twice_the_median(weights: str, expec
     assert policy.weights_of(RunConfig(round_weights=weights), joins) == expected
 
 
-WHOLE = {"a": {0, 1, 2}, "b": {0, 1, 2}, "c": {0, 1, 2}, "x": {0, 1, 2}}
-THREE = {name: WHOLE[name] for name in "abx"}
+def reports(names: str, *lines: str) -> tuple[dict[int, set[str]], dict[str, set[int]]]:
+    """By part, the members that its reducer gives up; by member, the parts where it is complete.
+
+    A line for each reducer: what it says of each member in the order of `names`; "+": complete, "-": given up, ".":
+    awaited.
+    """
+    failed = {part: {n for n, said in zip(names, line, strict=True) if said == "-"} for part, line in enumerate(lines)}
+    complete = {n: {part for part, line in enumerate(lines) if line[i] == "+"} for i, n in enumerate(names)}
+    return failed, complete
 
 
-def test_a_reducer_that_alone_gives_up_half_of_the_others_is_doubted() -> None:
-    complete = {**WHOLE, "a": {0, 1}, "b": {0, 1}}
-    assert policy.is_doubted(2, {"a", "b"}, WHOLE, complete, [0, 1, 2])
-    assert not policy.is_doubted(2, {"a"}, WHOLE, {**WHOLE, "a": {0, 1}}, [0, 1, 2])
-
-
-def test_a_member_whose_chunks_reach_no_reducer_is_itself_at_fault() -> None:
-    silent = {"a": {0, 1}, "b": {0, 1}, "x": set[int]()}
-    assert not policy.is_doubted(0, {"x"}, THREE, silent, [0, 1])
-    assert policy.is_doubted(0, {"x"}, THREE, {**silent, "x": {1}}, [0, 1])
+@pytest.mark.parametrize(
+    ("says", "faulty"),
+    [
+        (["+++", "+++", "+++"], ""),
+        (["+"], ""),
+        # One gives up at least half of the others, who are complete elsewhere.
+        (["++++", "++++", "++++", "--.+"], "d"),
+        (["++++", "++++", "++++", "-..+"], ""),
+        (["+++", "+++", "-.+"], "c"),
+        (["++", "-+"], "b"),
+        # Its chunks reach no reducer: it is itself at fault.
+        (["++-", "++-", "..+"], ""),
+        (["++++-", "++++-", "++++-", "++++-", "....+"], ""),
+        # Two of five, and three of seven, that say that nothing arrives: each is given up by the other.
+        (["+++++", "+++++", "+++++", "---+-", "----+"], "de"),
+        (["+" * 7] * 4 + ["----+--", "-----+-", "------+"], "efg"),
+        # So does half of the reducers, and the others contradict.
+        (["++++", "++++", "--+-", "---+"], "cd"),
+        # Two members send to none of three: nobody's fault but theirs.
+        (["+++--", "+++--", "+++--", "+++++", "+++++"], ""),
+        # The line between two groups of the same size: each says so of the other.
+        (["++--", "++--", "--++", "--++"], ""),
+        (["+++---"] * 3 + ["---+++"] * 3, ""),
+        # Of a small and a large group, only the small one's.
+        (["+++--", "+++--", "+++--", "---++", "---++"], "de"),
+    ],
+)
+def test_a_reducer_that_gives_up_half_of_those_who_are_complete_at_most_others_is_at_fault(
+    says: list[str], faulty: str
+) -> None:
+    names = "abcdefg"[: len(says[0])]
+    failed, complete = reports(names, *says)
+    parts = range(len(says))
+    sends = {name: set(parts) for name in names}
+    assert policy.at_fault(failed, sends, complete, parts) == {names.index(name) for name in faulty}
+    # Those that are not to be blamed, as a leader itself.
+    for part in parts:
+        others = {p: members for p, members in failed.items() if p != part}
+        assert part not in policy.at_fault(others, sends, complete, parts)
 
 
 def test_a_reducer_is_judged_by_those_who_send_to_it() -> None:
     sends = {"a": {0, 1}, "b": {0, 1}, "c": {1}, "x": {0}}
-    assert policy.is_doubted(0, {"a"}, sends, {**sends, "a": {1}}, [0, 1])
-    assert not policy.is_doubted(0, {"a"}, {**sends, "c": {0, 1}}, {**sends, "a": {1}}, [0, 1])
+    assert policy.at_fault({0: {"a"}}, sends, {**sends, "a": {1}}, [0, 1]) == {0}
+    assert not policy.at_fault({0: {"a"}}, {**sends, "c": {0, 1}}, {**sends, "a": {1}}, [0, 1])
 
 
-def test_an_only_reducer_is_doubted_when_it_gives_up_more_than_half() -> None:
+def test_an_only_reducer_is_at_fault_when_it_gives_up_more_than_half() -> None:
     none: dict[str, set[int]] = {"a": set(), "b": set(), "x": {0}}
-    assert policy.is_doubted(0, {"a", "b"}, THREE, none, [0])
-    assert not policy.is_doubted(0, {"a"}, THREE, none, [0])
+    three = {name: {0, 1, 2} for name in "abx"}
+    assert policy.at_fault({0: {"a", "b"}}, three, none, [0]) == {0}
+    assert not policy.at_fault({0: {"a"}}, three, none, [0])
+
+
+@pytest.mark.parametrize(
+    ("says", "gone", "awaited"),
+    [
+        (["+++", "+++", "+++"], "", False),
+        (["+++", "++.", "+++"], "", True),
+        (["+++", "++.", "+++"], "c", False),
+        (["++-", "++.", "+++"], "", True),  # it may turn out that a is at fault
+        (["++-", "++-", "+++"], "", False),
+        (["++-", "++-", "++."], "", False),
+    ],
+)
+def test_members_are_awaited_while_they_can_become_complete(says: list[str], gone: str, awaited: bool) -> None:
+    failed, complete = reports("abc", *says)
+    parts = range(len(says))
+    sends = {name: set(parts) for name in "abc"}
+    assert policy.is_anyone_awaited(failed, sends, complete, parts, gone) == awaited
 
 
 @pytest.mark.parametrize("claimed", [0, 20, 60, 100, 101, 2**53])

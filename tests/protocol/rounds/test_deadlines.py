@@ -43,6 +43,7 @@ from p2ptrain.protocol.rounds.deciding.timeouts import (
     Timeouts,
 )
 from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.rounds.moving import part_store
 from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.wire.messages import (
@@ -379,6 +380,38 @@ def test_who_is_not_drawn_waits_as_long_as_those_who_average() -> None:
             await s.until(lambda: all(p.rounds("committed") for p in s.peers.values()), within_s=400)
             assert all(r["group_size"] == 2 for p in s.peers.values() for r in p.rounds("committed"))
             assert not any(p.rounds("skipped") for p in s.peers.values())
+
+    run_virtual(main)
+
+
+def test_who_is_linked_with_one_that_was_not_drawn_follows_rounds_over_its_slow_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ "c" gets the mean from "a" and "b", and gives it to "d", "e" and "f", which takes 60 s in all."""
+    monkeypatch.setattr(part_store, "SLOWEST_BYTES_S", 16 * 1024)
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=200, max_contributors=2)
+        async with swarm(run, shapes=[("weight", (20 * 1024, 64))]) as s:
+            s.network.connected = lambda a, b: {a, b} <= set("abc") or "c" in (a, b)  # type: ignore[method-assign]
+            start_all(s, "abcdef", step_s=1.0)
+            for name in "abcdef":
+                driver = s.peers[name].node.driver
+
+                def lead(*args: Any, lead: Callable[..., Lead] = driver._schedule.lead) -> Lead:
+                    return dataclasses.replace(lead(*args), called=("a", "b"))
+
+                driver._schedule.lead = lead  # type: ignore[method-assign]
+                if name not in "ab":
+                    driver._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
+                    driver._lineage_watch.is_our_turn = lambda *args, **how: False  # type: ignore[method-assign]
+            await s.until_joined()
+            size = s.peers["a"].node.driver.context.codec.size_bytes(s.peers["a"].node.state.num_blocks)
+            s.network.narrow("c", size / 20)
+            await s.until(lambda: s.peers["a"].node.driver.head.round >= 1, within_s=500)
+            await trio.sleep(120)
+            for name in "def":
+                assert [r["round"] for r in s.peers[name].rounds("committed")] == [0, 1]
 
     run_virtual(main)
 

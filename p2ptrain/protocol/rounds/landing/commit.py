@@ -318,5 +318,8 @@ class Committer:
             await self.audits.audit()
 
     async def _trim_later(self, record: Record) -> None:
-        await trio.sleep(KEEP_ALL_S)
-        self._context.parts.trim([self._context.peer_id], record)
+        parts, until_s = self._context.parts, trio.current_time() + KEEP_ALL_S
+        while trio.current_time() < until_s:
+            await trio.sleep_until(until_s)
+            until_s = parts.asked_s + KEEP_ALL_S
+        parts.trim([self._context.peer_id], record)

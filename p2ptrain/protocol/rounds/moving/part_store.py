@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,8 +26,8 @@ from p2ptrain.protocol.wire.transport import Compute, PeerId
 PARTS_AT_ONCE = 8
 # Records whose parts were fetched last, which may be needed whether they were accepted or not.
 WANTED_RECORDS = 2
-# After this long only a part's holder keeps it (guess). A member that waits for a reducer's push in vain asks others
-# after PIECE_TIMEOUT_S.
+# After this long without a request only a part's holder keeps it (guess). A member that waits for a reducer's push in
+# vain asks others after PIECE_TIMEOUT_S.
 KEEP_ALL_S = 30.0
 
 
@@ -65,7 +66,8 @@ class PartStore:
 
     Only the last round is kept for late members: a mean takes a quarter of the model's bytes (int8), and a member that
     is later than a whole interval replaces its state instead. If nobody is late, its parts go when the next snapshot is
-    prepared. Otherwise the parts that others hold go after `KEEP_ALL_S`, and ours when the next round is applied.
+    prepared. Otherwise the parts that others hold go `KEEP_ALL_S` after the last request, and all when the next
+    round is applied.
 
     Args:
         pushed: where the means arrive that reducers push.
@@ -73,12 +75,14 @@ class PartStore:
 
     Attributes:
         accepted: the record that we are READY with, as `Attempts` sets it; its parts are kept.
+        asked_s: when we gave somebody a piece of a part last.
     """
 
     def __init__(
         self, links: Links, compute: Compute, averaging: Averaging, pushed: PushedMeans, spare_bytes: int = 0
     ) -> None:
         self.accepted: Record | None = None
+        self.asked_s = -math.inf
         self._links = links
         self._compute = compute
         self._averaging = averaging
@@ -147,6 +151,8 @@ class PartStore:
         """Answer a request for one piece of a part."""
         data = self._parts.get(request.subject, b"")
         piece = memoryview(data)[request.index * PIECE_BYTES : (request.index + 1) * PIECE_BYTES]
+        if piece:
+            self.asked_s = trio.current_time()
         answer = Answer(request.request, len(piece) > 0, "part")
         await link.send_bulk(answer, piece, Traffic.ROUND, compress=True)
 

@@ -102,11 +102,13 @@ class NetworkThread:
     Attributes:
         failure: the first exception of a task given to `start_soon`, of a callable given to `post`, or that ended the
             thread; None if there was none. Each bug is also logged once.
+        has_stopped: whether it runs nothing any more. It is noticed at the next call, if trio was abandoned.
     """
 
     def __init__(self) -> None:
         """Start the thread and wait until it accepts work."""
         self.failure: BaseException | None = None
+        self.has_stopped = False
         self._errors = ErrorLog(logger)
         self._pending: set[concurrent.futures.Future[Any]] = set()
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -174,7 +176,8 @@ class NetworkThread:
     def _soon(self, fn: Callable[[], object]) -> bool:
         try:
             self._token.run_sync_soon(self._call_recorded, fn)
-        except trio.RunFinishedError:
+        except (trio.RunFinishedError, OSError):  # an OSError: trio was abandoned when it could start no thread
+            self.has_stopped = True
             return False
         return True
 
@@ -198,6 +201,7 @@ class NetworkThread:
         except BaseException as error:
             self._record(error)
         finally:
+            self.has_stopped = True
             with contextlib.suppress(Exception):
                 loop.run_until_complete(_end_asyncio_tasks())
             loop.close()

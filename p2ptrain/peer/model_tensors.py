@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharding import check_sharding, is_sharded, local_of
+from p2ptrain.protocol.state_sync.transfer import MAX_BUFFERS_BYTES
 
 T = TypeVar("T")
 
@@ -82,6 +83,12 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 "it, or register it with persistent=False"
             )
         _check_written("buffer", name, buffer)
+    num_bytes = sum(buffer.numel() * buffer.element_size() for buffer in persistent.values())
+    if num_bytes > MAX_BUFFERS_BYTES:
+        raise ConfigError(
+            f"the model's buffers have {num_bytes / 2**20:,.0f} MiB, and joining peers take at most "
+            f"{MAX_BUFFERS_BYTES // 2**20:,}: register those that each peer has already with persistent=False"
+        )
     return persistent
 
 

@@ -13,7 +13,7 @@ import torch
 import trio
 
 from p2ptrain.error_log import ErrorLog
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, NetworkFailedError
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import POLL_S, NetworkThread
 from p2ptrain.peer.model_layout import ModelParts
@@ -72,7 +72,16 @@ class NetworkSide:
     @property
     def failure(self) -> Exception | None:
         """Why it has ended for good; None while it runs or is restarted."""
-        return self._runner.failure or self._network.failure
+        if (failure := self._runner.failure or self._network.failure) is None and self._is_cut_off:
+            failure = NetworkFailedError(
+                f"the network thread has ended ({self._thread.failure!r}); training continues alone. Restart this "
+                "peer, and report the traceback in its log"
+            )
+        return failure
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._thread.has_stopped and not self._has_left
 
     def start(self, on_event: Callable[..., None]) -> None:
         """Run the node, and pass the events of the network to `on_event`."""
@@ -118,7 +127,11 @@ class NetworkSide:
         node = self._runner.last_ready
 
         def state_of(vectors: Sequence[Array]) -> dict[str, Any]:
-            return to_dict(node.driver.head, node.driver.history, self._exchange.run_step, vectors)
+            committer = node.driver.committer
+            if committer.interrupted or (self._is_cut_off and committer.stepping):
+                raise TimeoutError("a round changed only a part of the state, as an error interrupted it")
+            exchange = self._exchange
+            return to_dict(node.driver.head, node.driver.history, exchange.run_step, exchange.tokens, vectors)
 
         async def copy() -> tuple[Epoch, dict[str, Any]]:
             async with node.driver.committer.lock:
@@ -131,11 +144,11 @@ class NetworkSide:
             if self._exchange.landing_pending and (error := self._exchange.landing_error) is not None:
                 raise TimeoutError(f"a round could not be landed in the weights: {error}") from error
 
-        while not self._has_left:
+        while not self._has_left and not self._thread.has_stopped:
             epoch, state = self._thread.run(copy, timeout_s=STATE_TIMEOUT_S, meanwhile=land)
             if epoch == self._exchange.epoch:  # else `land` has landed the next round, too
                 return state
-        if not self.ended.wait(STATE_TIMEOUT_S):
+        if not self._is_cut_off and not self.ended.wait(STATE_TIMEOUT_S):
             raise TimeoutError(f"a round took more than {STATE_TIMEOUT_S:.0f} s to change the state")
         exchange = self._exchange
         self._await_transfers(

@@ -23,7 +23,7 @@ from p2ptrain.settings.config import RunConfig
 Array = npt.NDArray[np.float32]
 
 
-def to_dict(head: Head, history: History, run_step: int, vectors: Sequence[Array]) -> dict[str, Any]:
+def to_dict(head: Head, history: History, run_step: int, tokens: int, vectors: Sequence[Array]) -> dict[str, Any]:
     """`Peer.state_dict` without its `run`. Its tensors share the memory of `vectors`: anchor, then moments."""
     anchor, *moments = map(torch.from_numpy, vectors)
     past = SavedHistory(history.genesis, tuple(history.entries[-RECENT_ENTRIES:]))
@@ -31,6 +31,7 @@ def to_dict(head: Head, history: History, run_step: int, vectors: Sequence[Array
         "head": pack(head).hex(),
         "history": pack(past).hex(),
         "run_step": run_step,
+        "tokens": tokens,
         "anchor": anchor,
         "moments": moments,
     }
@@ -58,6 +59,7 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
     """
     try:
         tensors, run_step = [state["anchor"], *state["moments"]], int(state["run_step"])
+        tokens = int(state.get("tokens", 0))  # none in checkpoints of older versions
         vectors = [tensor.detach().to("cpu", torch.float32).numpy() for tensor in tensors]
         head = unpack(Head, bytes.fromhex(state["head"]))
         check_head(head)
@@ -67,6 +69,8 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
             raise ValueError("a history that does not lead to its head")
         if not 0 <= run_step <= MOST_COUNT:
             raise ValueError(f"run_step = {run_step}")
+        if not 0 <= tokens <= MOST_COUNT:
+            raise ValueError(f"tokens = {tokens}")
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, WireError) as error:
         raise ConfigError(
             f"the state to resume from cannot be read ({error!r}); give the result of a peer's state_dict()"
@@ -83,4 +87,4 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
         raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
     if not into.is_finite():
         raise ConfigError("the state to resume from holds NaN or infinity; use an earlier checkpoint")
-    return Restored(into, head, run_step, history)
+    return Restored(into, head, run_step, history, tokens)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import outcome
+import torch
 import trio
 
 from p2ptrain.settings.machine import usable_cores
@@ -81,6 +82,8 @@ class Workers:
 
     def _serve(self) -> None:
         _lower_priority()
+        # A new thread inherits this from the one that made it; all peers must compute the same bits.
+        torch.set_flush_denormal(False)
         while (call := self._calls.get()) is not None:
             call()
             del call  # what it holds may be large

@@ -149,9 +149,15 @@ def own_values(parameter: nn.Parameter, inside: Any, ranks: Ranks) -> list[float
 
 
 def _like(parameter: nn.Parameter, value: Any) -> Any:
-    """A tensor of the parameter's shape, sharded as the parameter is; anything else as it is."""
-    if not is_sharded(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+    """A copy of a tensor, sharded as the parameter is if it has its shape; anything else as it is.
+
+    A tensor for another device is copied by the optimizer. One of a checkpoint is a map of its file, which would stay
+    on the disk after it is removed.
+    """
+    if not isinstance(value, torch.Tensor):
         return value
+    if not is_sharded(parameter) or value.shape != parameter.shape:
+        return value.clone() if value.device == parameter.device else value
     from torch.distributed.tensor import DTensor
 
     sharded: Any = parameter

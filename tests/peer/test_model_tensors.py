@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.peer import model_tensors
 from p2ptrain.peer.model_layout import ModelParts
 
 DENSE = "must be dense (torch.strided); convert it with to_dense(), or make it a buffer with persistent=False"
@@ -114,4 +115,13 @@ def test_a_tensor_whose_values_are_in_others_is_refused() -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("two", TwoTensor(torch.zeros(3), torch.zeros(3)))
     with pytest.raises(ConfigError, match="buffer two is a TwoTensor, whose values are in other tensors"):
+        ModelParts(model)
+
+
+def test_buffers_that_no_joiner_would_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.BatchNorm1d(8)  # two of 32 bytes, and a count of 8
+    monkeypatch.setattr(model_tensors, "MAX_BUFFERS_BYTES", 72)
+    ModelParts(model)
+    monkeypatch.setattr(model_tensors, "MAX_BUFFERS_BYTES", 71)
+    with pytest.raises(ConfigError, match="persistent=False"):
         ModelParts(model)

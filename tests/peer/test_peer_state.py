@@ -45,13 +45,14 @@ def some_state() -> tuple[AnchorState, dict[str, Any]]:
     for vector in state.vectors:
         vector[:] = rng.standard_normal(vector.shape, np.float32)
     state.rehash()
-    return state, to_dict(head_of(state), HISTORY, 84, state.vectors)
+    return state, to_dict(head_of(state), HISTORY, 84, 672, state.vectors)
 
 
 def test_what_is_read_back_is_what_was_written() -> None:
     state, saved = some_state()
     restored = from_dict(saved, AnchorState(BLOCKS, 1))
-    assert (restored.run_step, restored.head.round, restored.head.lineage) == (84, 3, PAST.lineage)
+    assert (restored.run_step, restored.tokens) == (84, 672)
+    assert (restored.head.round, restored.head.lineage) == (3, PAST.lineage)
     assert restored.state.hashes == state.hashes
     assert (restored.history.genesis, restored.history.entries) == (PAST.genesis, PAST.entries)
     assert all(np.array_equal(*pair) for pair in zip(restored.state.vectors, state.vectors, strict=True))
@@ -93,7 +94,7 @@ def test_a_damaged_one_is_refused(change: dict[str, Any], reason: str) -> None:
 def test_tensors_that_a_user_has_converted_are_read_too() -> None:
     state = AnchorState(BLOCKS, 1)
     state.rehash()
-    saved = to_dict(head_of(state), HISTORY, 84, state.vectors)
+    saved = to_dict(head_of(state), HISTORY, 84, 672, state.vectors)
     converted = {
         "anchor": saved["anchor"].clone().requires_grad_(),
         "moments": [moment.to(torch.bfloat16) for moment in saved["moments"]],
@@ -108,7 +109,7 @@ def test_one_that_is_not_finite_is_refused(vector: int, value: float) -> None:
     state.vectors[vector][2, 3] = value
     state.rehash()
     with pytest.raises(ConfigError, match="holds NaN or infinity; use an earlier checkpoint"):
-        from_dict(to_dict(head_of(state), HISTORY, 84, state.vectors), AnchorState(BLOCKS, 1))
+        from_dict(to_dict(head_of(state), HISTORY, 84, 672, state.vectors), AnchorState(BLOCKS, 1))
 
 
 def test_one_of_something_else_is_refused() -> None:

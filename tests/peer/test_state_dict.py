@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from p2ptrain.errors import NetworkFailedError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer import network_side
@@ -100,6 +101,38 @@ def test_a_round_that_cannot_be_landed_keeps_nobody_waiting(alone: Alone, monkey
         broken.setattr(alone.exchange, "_flat_of", fail)
         with pytest.raises(TimeoutError, match="a round could not be landed in the weights: out of memory"):
             alone.peer.state_dict()
+    assert alone.round_of_state() == 0
+
+
+def test_no_state_is_saved_that_a_round_changed_only_in_part(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        step_chunk(*args)  # type: ignore[arg-type]
+        raise MemoryError
+
+    monkeypatch.setattr(commit, "STEP_RETRY_S", 0.01)
+    step_chunk = commit.step_chunk
+    with monkeypatch.context() as broken:
+        broken.setattr(commit, "step_chunk", fail)
+        alone.train_until(lambda: alone.driver.committer.interrupted and not alone.driver.committer.lock.locked())
+        with pytest.raises(TimeoutError, match="only a part of the state"):
+            alone.peer.state_dict()
+    monkeypatch.setattr(alone.driver.committer, "_retry_s", 0.0)
+    alone.train_until(lambda: alone.exchange.landing_pending)
+    assert alone.round_of_state() == 0
+
+
+def test_the_end_of_the_network_thread_is_noticed_and_costs_no_state(alone: Alone) -> None:
+    alone.train_until(lambda: alone.exchange.landing_pending)
+    assert alone.round_of_state() == 0
+
+    def end() -> None:
+        raise SystemExit("a library ends the thread")
+
+    assert alone.peer.failure is None
+    alone.peer._thread.post(end)
+    assert _until(lambda: alone.peer.failure is not None, DEADLINE_S)
+    assert isinstance(alone.peer.failure, NetworkFailedError)
+    alone.peer.step(samples=1)
     assert alone.round_of_state() == 0
 
 

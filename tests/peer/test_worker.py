@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import trio
 import trio.testing
 
@@ -171,3 +173,18 @@ def test_the_default_is_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
     for cores, threads in expected.items():
         monkeypatch.setattr("p2ptrain.peer.worker.usable_cores", lambda cores=cores: cores)
         assert default_threads() == threads
+
+
+def test_subnormals_count_even_if_the_thread_that_joins_flushes_them() -> None:
+    """All peers compute the same bits, and a library that was imported may have changed the mode."""
+
+    tiny = np.full(4, 1e-39, np.float32)
+
+    async def main(worker: Workers) -> None:
+        assert await worker(lambda: bool((tiny * np.float32(0.5) > 0).all()))
+
+    torch.set_flush_denormal(True)
+    try:
+        with_worker(main)
+    finally:
+        torch.set_flush_denormal(False)

@@ -148,6 +148,19 @@ def test_twenty_steps_are_ten_and_ten_more_bit_for_bit(dropout: float) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_a_state_that_is_loaded_shares_no_memory_with_its_source() -> None:
+    """The tensors of a checkpoint are maps of its file, which would stay on the disk when it is removed."""
+    first, resumed = _trainer(), _trainer()
+    first.step(0)
+    state = first.state_dict()
+    moments = [values["exp_avg"] for values in state["optimizer"]["state"].values()]
+    before = copy.deepcopy(moments)
+    resumed.load_state_dict(state)
+    resumed.step(1)
+    assert moments
+    assert all(map(torch.equal, moments, before))
+
+
 def test_a_state_goes_on_with_the_seed_that_is_given() -> None:
     first, copied, same = _trainer(), _trainer(seed=99), _trainer()
     first.step(0)

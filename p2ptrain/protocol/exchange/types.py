@@ -104,7 +104,8 @@ class Landing:
 
     `kind`: "add" adds `buffer` to θ, "write" sets θ to it (both set the inner moments, if rounds average them), "keep"
     leaves θ unchanged. With a `section`, `buffer` is of that section alone, and the others stay. The next interval
-    begins at step `snapshot_steps` (None: now). `included_tokens`: how many of our tokens the round's mean includes.
+    begins at step `snapshot_steps` (None: now). `included_tokens`: how many of our tokens the round's mean includes;
+    negative to count those of a checkpoint.
 
     The node owns `buffer`. The training thread, or a GPU, reads it until `LandingDone`. Once an "add" has landed, the
     pages of its buffer are returned to the system unless they are pinned, so it may not be read again. The buffer of a

@@ -133,6 +133,7 @@ class NodeRunner:
     async def _note_ready(self, node: Node) -> None:
         await node.ready.wait()
         self.last_ready = node
+        self._restored = None  # it holds a whole state
 
     async def _remembered(self) -> Restored | None:
         """The state of the last node; None if it ended in the middle of changing it."""

@@ -25,6 +25,7 @@ class Restored:
     """The state from a checkpoint, with the history that leads to it. It may be newer or older than the swarm's.
 
     Attributes:
+        tokens: trained on since our outer gradient was last in a mean; None for those of the exchange.
         ours: whether it is the state of this process's last node, which failed. It is not compared with the pins again,
             as the pinned record may be older than the history.
         from_initial_peer: of such a state, whether it came from a peer that the user named.
@@ -34,6 +35,7 @@ class Restored:
     head: Head
     run_step: int
     history: History
+    tokens: int | None = None
     ours: bool = False
     from_initial_peer: bool = False
 

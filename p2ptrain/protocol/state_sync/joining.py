@@ -120,6 +120,10 @@ class Joining:
 
         Raises ConfigError if there is a state that cannot be downloaded, or if our weights cannot found a run.
         """
+        await self._establish()
+        self._restored, self._checkpoint = None, None  # they hold a whole state
+
+    async def _establish(self) -> None:
         driver, context = self._driver, self._context
         state, space = context.state, context.exchange.averaged.space
         started = trio.current_time()
@@ -154,7 +158,8 @@ class Joining:
             await context.compute(state.copy_from, restored.state)
             why = "its node failed" if restored.ours else "this peer was restarted, and no other one has a newer state"
             driver.found_lineage(restored.head, restored.history, why)
-            await land_state(driver, self._record, "keep", "restored from a checkpoint", restored.run_step)
+            why = "restored from a checkpoint"
+            await land_state(driver, self._record, "keep", why, restored.run_step, restored.tokens)
             return
         if not self._pins.allows_founding(context.peer_id):
             raise TransientError(
@@ -298,9 +303,8 @@ class Joining:
         self.from_initial_peer = donors[0].peer_id in context.links.chosen
         self._driver.adopt(adopted, History(adopted.genesis, entries))
         if restored is not None and restored.head.state_hash == adopted.head.state_hash:
-            await land_state(
-                self._driver, self._record, "keep", "the swarm has the checkpoint's state", restored.run_step
-            )
+            why = "the swarm has the checkpoint's state"
+            await land_state(self._driver, self._record, "keep", why, restored.run_step, restored.tokens)
         else:
             await land_state(self._driver, self._record, "write", "adopted the swarm's state")
         return True

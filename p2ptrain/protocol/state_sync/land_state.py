@@ -14,6 +14,7 @@ async def land_state(
     kind: LandingKind,
     reason: str,
     run_step: int | None = None,
+    tokens: int | None = None,
     *,
     founded: bool = False,
 ) -> None:
@@ -26,6 +27,7 @@ async def land_state(
         record: takes the name of an event, and its fields.
         reason: why the head is new, for the event.
         run_step: the position of weights from a checkpoint; None for that of the head.
+        tokens: of weights from a checkpoint, as in `Restored`.
         founded: whether this peer founded the run.
     """
     context, head, run = driver.context, driver.head, driver.context.run
@@ -53,6 +55,7 @@ async def land_state(
         epoch=Epoch(head.lineage, head.round),
         sync_every=run.sync_every,
         run_step=run_step - since,
+        included_tokens=0 if tokens is None else context.exchange.tokens - tokens,
         snapshot_steps=context.exchange.steps - since if since else None,
         finished=finished,
     )

@@ -370,4 +370,5 @@ class StateSync:
         async with self._driver.paused():
             await self._context.compute(self._context.state.copy_from, restored.state)
             self._driver.found_lineage(restored.head, restored.history, "restored by the user")
-            await land_state(self._driver, self._record, "keep", "restored by the user", restored.run_step)
+            why = "restored by the user"
+            await land_state(self._driver, self._record, "keep", why, restored.run_step, restored.tokens)

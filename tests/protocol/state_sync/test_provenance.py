@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import trio
@@ -23,9 +25,8 @@ def checkpoint_of(s: Swarm, name: str) -> Restored:
     node, exchange = s.peers[name].node, s.peers[name].exchange
     state = exchange.new_state()
     state.copy_from(node.state)
-    return Restored(
-        state, node.driver.head, exchange.run_step, History(node.driver.history.genesis, node.driver.history.entries)
-    )
+    history = History(node.driver.history.genesis, node.driver.history.entries)
+    return Restored(state, node.driver.head, exchange.run_step, history, exchange.tokens)
 
 
 @pytest.mark.parametrize("pin", ["founder", "anchor", "both", "another founder", "another anchor"])
@@ -172,5 +173,24 @@ def test_the_founder_itself_may_start_its_run() -> None:
         async with swarm(PLAIN) as s:
             s.start("a", founder=True).node.state_sync.joining._pins = Pins(founder="a")
             await s.until(lambda: s.peers["a"].node.ready.is_set())
+
+    run_virtual(main)
+
+
+def test_a_restarted_peer_counts_what_it_had_trained_and_forgets_its_checkpoint() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=50)) as s:
+            start_all(s, "ab")
+            before = s.peers["b"]
+            await s.until(lambda: common(s, 2, 2) and not before.exchange.landing_pending)
+            await s.until(lambda: 0.5 < before.exchange.of_interval < 0.9)
+            saved, trained = checkpoint_of(s, "b"), before.exchange.tokens
+            s.kill("b")
+            again = s.start("b", restored=saved)
+            state, saved = weakref.ref(saved.state), dataclasses.replace(saved, state=again.node.state)
+            await s.until(again.node.ready.is_set)
+            assert again.exchange.tokens >= trained > 0
+            gc.collect()
+            assert state() is None
 
     run_virtual(main)

@@ -260,6 +260,7 @@ class Committer:
             kind, buffer, section = "write", context.state.anchor_tensor()[grid.first : grid.end], grid.section
         elif included and own is not None:
             kind, buffer, section = "add", own.snapshot.weights, own.grid.section
+            self._warn_without_weight(record)
         spent = taker.spent()
         report = RoundReport(
             round=record.round,
@@ -289,6 +290,16 @@ class Committer:
             finished=finished,
             section=section,
         )
+
+    def _warn_without_weight(self, record: Record) -> None:
+        exchange, peer_id = self._context.exchange, self._context.peer_id
+        has_weight = any(c.weight for c in record.contributors if c.peer_id == peer_id)
+        if not has_weight and not exchange.tokens and exchange.of_interval > 0:
+            logger.warning(
+                "our outer gradient had no weight in round %d, so what this peer learned since the last one is lost: "
+                "its training loop reports no samples, and those of other peers do; pass `samples` to step()",
+                record.round,
+            )
 
     async def land(self, landing: Landing) -> None:
         """Pass a landing to the training thread and wait until it has taken effect; one at a time."""

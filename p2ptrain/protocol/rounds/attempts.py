@@ -302,7 +302,7 @@ class Attempts:
             schedule.ignore(sender, now)
             if sender != self._context.peer_id:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
-        is_passed_over = schedule.ignored.is_backed_off(sender, now)
+        is_passed_over = sender in schedule.passed_over(self.state.head, now)
         if is_passed_over or not joins_rounds(self._context.run, self._context.exchange.run_step):
             return
         limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())

@@ -139,6 +139,10 @@ class Schedule:
             return False
         if is_landing and now - self._head_s < OVERTAKEN_S:
             return True
+        lands_later = any(beat.round == head.round - 1 for beat in self._context.liveness.beats().values())
+        if len(head.voters) == 1 and lands_later and now - self._head_s < MAX_OVERTAKEN_S:
+            # Else the only voter, which has the mean at once, calls again before anybody else can join it.
+            return True
         joiners = host.joiners()
         if not joiners:
             return False
@@ -183,7 +187,7 @@ class Schedule:
         due = self._due.get(head.round + 1, set())
         if not due:
             return False  # Checked first, because the rest is slow with many links.
-        liveness, ignored = self._context.liveness, self.ignored.backed_off(now)
+        liveness, ignored = self._context.liveness, self.passed_over(head, now)
         present = {voter for voter in liveness.present() if voter[0] not in ignored}
         # With pairwise steps its only voter, who founded the run, may be far ahead of most.
         few = self._context.run.is_pairwise and 2 * len(due) < len(present)
@@ -228,6 +232,12 @@ class Schedule:
         if leader != self._context.peer_id:
             logger.info("attempts led by %s keep failing; its calls are ignored for a while", leader)
             self.ignored.note(leader, now, SILENT_LEADER_S)
+
+    def passed_over(self, head: Head, now: float) -> set[PeerId]:
+        """The peers whose Calls are ignored now; none if without them no quorum of the voters could hold the round."""
+        ignored = self.ignored.backed_off(now)
+        left = {voter for voter in self._context.liveness.present() if voter[0] not in ignored} if ignored else set()
+        return ignored if is_quorum(left, head.voters) else set()
 
     def window_s(self) -> float:
         """The joining window of an attempt that we lead: 1.5 × the longest recent delay of a Join, within bounds."""

@@ -658,3 +658,41 @@ def test_the_time_without_a_quorum_counts_from_its_loss_also_after_a_round_lande
             peer.paused = True
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_leaders_without_whom_no_quorum_is_left_are_not_ignored(names: str) -> None:
+    """After an hour in which links broke again and again, each ignores the others, for up to an hour."""
+
+    async def main() -> None:
+        async with swarm() as s:
+            start_all(s, names)
+            await s.until(lambda: common(s, 1, len(names)))
+            now = trio.current_time()
+            for peer in s.peers.values():
+                for other in s.peers.keys() - {peer.peer_id}:
+                    peer.node.driver._schedule.ignored.note(other, now, 3600.0)
+            before = {peer.peer_id: len(peer.rounds("committed")) for peer in s.peers.values()}
+            await s.until(
+                lambda: all(
+                    any(r["group_size"] == len(names) for r in p.rounds("committed")[before[p.peer_id] :])
+                    for p in s.peers.values()
+                ),
+                within_s=30,
+            )
+
+    run_virtual(main)
+
+
+def test_the_only_voter_of_a_round_waits_for_those_who_land_the_one_before_later() -> None:
+    """It has the mean at once. Where a round takes longer than an interval, the others missed each next one."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=5, fragment_fraction=0.0)
+        async with swarm(run, latency_s=0.05) as s:
+            start_all(s, "abcd", step_s=2.0)
+            await s.until_joined()
+            s.worker.work_s = 3.0
+            await s.until(lambda: common(s, 1, 4), within_s=600)
+
+    run_virtual(main)

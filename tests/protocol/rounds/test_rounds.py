@@ -182,6 +182,23 @@ def test_intervals_follow_speeds_and_tokens_weigh() -> None:
     run_virtual(main)
 
 
+@pytest.mark.parametrize("total_steps", [0, 300])
+def test_a_founder_that_is_much_slower_than_those_who_join_it_commits_with_them(total_steps: int) -> None:
+    """It alone decides the first round, when the others have made twenty times as many steps."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, total_steps=total_steps)) as s:
+            s.start("a", founder=True, step_s=2.0)
+            for name in "bc":
+                s.start(name)
+            await s.until(lambda: common(s, 1, 3), within_s=100)
+            if total_steps:
+                await s.until(lambda: all(p.exchange.finished for p in s.peers.values()))
+                assert torch.equal(s.peers["a"].flat(), s.peers["b"].flat())
+
+    run_virtual(main)
+
+
 def test_a_founder_alone_records_solo_and_others_join_it() -> None:
     async def main() -> None:
         async with swarm() as s:

@@ -135,7 +135,7 @@ def record_of(
     median_speed = speeds[len(speeds) // 2] if speeds else 0.0
     steps = sorted(join.run_step for join in included)
     run_step = run.total_steps if ends else steps[len(steps) // 2]
-    run_step = min(max(head.run_step, run_step), most_run_step(run, head))
+    run_step = min(max(head.run_step, run_step), most_run_step(run, head), _most_accepted(run, head, members))
     optimizer, lr, momentum = outer_settings(run, run_step)
     progress = run_step / run.total_steps if run.total_steps else 0.0
     sync_every = scheduled_interval(run.sync_schedule, run.sync_every, progress)
@@ -169,6 +169,16 @@ def most_run_step(run: RunConfig, head: Head) -> int:
     if not last:
         return furthest
     return min(furthest, last if averages_all(run, head) else last - 1)
+
+
+def _most_accepted(run: RunConfig, head: Head, members: Mapping[PeerId, Join]) -> int:
+    """The furthest step of the run for which a quorum of the voters is READY, as their Joins say.
+
+    A slow founder, the only voter of the first round, may be many intervals behind those who joined it.
+    """
+    positions = {(peer_id, join.incarnation): join.run_step for peer_id, join in members.items()}
+    steps = sorted((positions.get(voter, 0) for voter in head.voters), reverse=True)
+    return max(head.run_step, steps[len(steps) // 2]) + MOST_AHEAD * run.sync_every
 
 
 def outer_settings(run: RunConfig, run_step: int) -> tuple[str, float, float]:

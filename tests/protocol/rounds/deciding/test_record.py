@@ -69,13 +69,27 @@ def test_a_join_may_claim_the_least_and_the_most(count: int) -> None:
 def test_the_run_ends_with_the_round_in_which_half_have_done_all_steps(
     total_steps: int, at_end: str, ends: bool
 ) -> None:
-    run, head = RunConfig(total_steps=total_steps, sync_every=1), Head("0-g", "0-g", 0, "s", "a", (), 0, 0, None)
+    run = RunConfig(total_steps=total_steps, sync_every=total_steps)
+    voters = tuple((name, f"{name}.1") for name in "abcd")
+    head = Head("0-g", "0-g", 0, "s", "a", voters, 0, 0, None)
     joins = {name: join_of(name, run_step=0, at_length=name in at_end) for name in "abcd"}
     contributors = [Contributor(name, f"{name}.1", 1.0, b"") for name in joins]
     record = record_of(run, head, joins, contributors, Conclusion((), ((1.0,) * 16,)))
     assert record.run_step == (total_steps if ends else 0)
     endless = record_of(RunConfig(total_steps=0), head, joins, contributors, Conclusion((), ((1.0,) * 16,)))
     assert endless.run_step == 0
+
+
+@pytest.mark.parametrize(
+    ("voters", "expected"), [("a", 5 + 4 * 10), ("ab", 5 + 4 * 10), ("abc", 300), ("bc", 300), ("x", 3 + 4 * 10)]
+)
+def test_a_record_is_no_further_ahead_than_a_quorum_of_the_voters_accepts(voters: str, expected: int) -> None:
+    run = RunConfig(total_steps=0, sync_every=10)
+    head = Head("0-g", "0-g", 0, "s", "a", tuple((name, f"{name}.1") for name in voters), 3, 0, None)
+    joins = {name: join_of(name, run_step=run_step) for name, run_step in (("a", 5), ("b", 300), ("c", 400))}
+    contributors = [Contributor(name, f"{name}.1", 1.0, b"") for name in joins]
+    record = record_of(run, head, joins, contributors, Conclusion((), ((1.0,) * 9,)))
+    assert record.run_step == expected
 
 
 def test_a_record_names_the_root_of_a_contribution_or_where_the_parts_are_contributions_their_hash() -> None:

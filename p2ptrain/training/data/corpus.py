@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.formatting import count
 from p2ptrain.settings.files import open_file, raise_unreadable
 from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.table import BUILTIN_DATA
+from p2ptrain.training.data.text import LOOKED_AT_BYTES, decode, is_binary, not_utf8
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
 from p2ptrain.training.memory import check_text
 
@@ -34,9 +34,6 @@ HELD_OUT_ONE_IN = 20
 # Around that, so that neither part is too small (guess).
 HELD_OUT_SHARE = 0.01, 0.2
 BLOCK_TOKENS = 4096
-# Bytes in which a zero byte means that a file is not text, as in git.
-_LOOKED_AT_BYTES = 8192
-_REPLACED = "\N{REPLACEMENT CHARACTER}"  # for bytes that are not UTF-8
 # A default run (2000 steps of 256 characters) sees an eighth of it; more would only take longer to load.
 STDLIB_BYTES = 4 * 2**20
 # Tests, tables, installed packages, and modules that only some installations have.
@@ -139,7 +136,7 @@ def read_texts(source: str) -> TextFiles:
         raise ConfigError(f"--data {source}: no such file or directory; give text, or leave it out") from error
     except OSError as error:
         raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror}); check it") from error
-    if _is_binary(content):
+    if is_binary(content):
         raise ConfigError(
             f"--data {source}: holds zero bytes, so it is not text; give UTF-8 text, or token files (.bin)"
         )
@@ -186,8 +183,8 @@ def _text_files(root: Path) -> Iterator[tuple[str, bytes]]:
     size_bytes, free_bytes = 0, free_memory_bytes()
     for name, path in sorted(_walk(root)):
         with path.open("rb") as file:
-            start = file.read(_LOOKED_AT_BYTES)
-            if not start or _is_binary(start):
+            start = file.read(LOOKED_AT_BYTES)
+            if not start or is_binary(start):
                 continue
             size_bytes += path.stat().st_size
             check_text(str(root), size_bytes, free_bytes)
@@ -210,26 +207,13 @@ def _decoded(source: str, files: Iterable[tuple[str, bytes]]) -> list[tuple[str,
     """Decode files. Logs a warning if some of them are not UTF-8."""
     texts, places = [], dict[str, int]()
     for name, content in files:
-        text = content.decode("utf-8-sig", errors="replace")
-        if num_wrong := text.count(_REPLACED) - content.count(_REPLACED.encode()):
+        text, num_wrong = decode(content)
+        if num_wrong:
             places[name] = num_wrong
-        texts.append((name, text.replace("\r\n", "\n")))
+        texts.append((name, text))
     if places:
-        where = next(iter(places)) + (f" and {count(len(places) - 1, 'other file')}" if len(places) > 1 else "")
-        num_wrong = sum(places.values())
-        logger.warning(
-            "warning: --data %s: %s in %s %s not UTF-8, and read as %s; convert the text, such as with iconv",
-            source,
-            count(num_wrong, "place"),
-            where,
-            "is" if num_wrong == 1 else "are",
-            _REPLACED,
-        )
+        logger.warning("warning: --data %s: %s", source, not_utf8(places))
     return texts
-
-
-def _is_binary(content: bytes) -> bool:
-    return b"\0" in content[:_LOOKED_AT_BYTES]
 
 
 def _is_held_out(name: str) -> bool:

@@ -21,6 +21,7 @@ import zstandard
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.files import raise_unreadable
+from p2ptrain.training.data.text import LOOKED_AT_BYTES, decode, is_binary
 from p2ptrain.training.hub import is_hub_there, library_errors
 
 UNIT_BYTES = 64 * 2**20
@@ -55,11 +56,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and where it is, for errors. `is_whole`: whether a separator follows it."""
+    """A text, and where it is, for errors.
+
+    Attributes:
+        is_whole: whether a separator follows it.
+        not_utf8: number of places that are not UTF-8.
+    """
 
     text: str
     place: str
     is_whole: bool = True
+    not_utf8: int = 0
 
 
 def find_units(sources: tuple[str, ...], split: str) -> list[Unit]:
@@ -121,8 +128,8 @@ def _units_of(path: Path) -> list[Unit]:
         return [Unit(kind, name, 0, -1, size)]
     if kind == "text":
         with path.open("rb") as stream:
-            if b"\0" in stream.read(8192):
-                return []  # not text, as in git
+            if is_binary(stream.read(LOOKED_AT_BYTES)):
+                return []
     starts = range(0, max(1, size), UNIT_BYTES)
     return [Unit(kind, name, start, min(size, start + UNIT_BYTES), min(size - start, UNIT_BYTES)) for start in starts]
 
@@ -190,7 +197,7 @@ def _text_documents(unit: Unit) -> Iterator[Document]:
         if b"\0" in line:
             raise ConfigError(f"{unit.path}, byte {at:,}: holds a zero byte, so it is not text; leave this file out")
         if size >= TEXT_BYTES:  # another piece follows, as there is this line
-            yield Document(_decoded(b"".join(lines)), f"{unit.path}, byte {first:,}", is_whole=False)
+            yield _of_text(lines, unit, first, is_whole=False)
             lines, size = [], 0
         if not lines:
             first = at
@@ -200,7 +207,12 @@ def _text_documents(unit: Unit) -> Iterator[Document]:
     if lines:
         # The last line of a unit may be the last one of the file, though another unit follows.
         is_last = unit.end < 0 or end >= Path(unit.path).stat().st_size
-        yield Document(_decoded(b"".join(lines)), f"{unit.path}, byte {first:,}", is_whole=is_last)
+        yield _of_text(lines, unit, first, is_whole=is_last)
+
+
+def _of_text(lines: list[bytes], unit: Unit, first: int, *, is_whole: bool) -> Document:
+    text, num_wrong = decode(b"".join(lines))
+    return Document(text, f"{unit.path}, byte {first:,}", is_whole, num_wrong)
 
 
 def _json_documents(unit: Unit, field: str) -> Iterator[Document]:
@@ -297,7 +309,3 @@ def _of_record(record: dict[str, Any], field: str, place: str) -> Document:
 
 def _no_field(field: str, known: list[str], place: str) -> ConfigError:
     return ConfigError(f"{place}: has no field {field!r}; give --field with one of: {', '.join(map(str, known[:20]))}")
-
-
-def _decoded(content: bytes) -> str:
-    return content.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")

@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +30,7 @@ from p2ptrain.settings.files import write_whole
 from p2ptrain.signals import interruptible
 from p2ptrain.training.data.documents import Document, Unit, find_units, read_documents
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, Shard, encoded
+from p2ptrain.training.data.text import not_utf8
 from p2ptrain.training.data.tokenizer import Tokenizer, token_dtype
 from p2ptrain.training.data.tokenizer_file import (
     TOKENIZER_FILE,
@@ -65,11 +67,17 @@ class Job:
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The shards made from a unit. `empty`: documents without text, and where the first one is."""
+    """The shards made from a unit.
+
+    Attributes:
+        empty: documents without text, and where the first one is.
+        not_utf8: number of places that are not UTF-8.
+    """
 
     shards: list[Shard]
     empty: int = 0
     first_empty: str = ""
+    not_utf8: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,11 @@ def prepare(
         )
         if not any(shard.split == "train" for shard in meta.shards):
             raise ConfigError(f"{', '.join(sources)}: no document with text was found to train on")
+        places = Counter[str]()
+        for unit, found in zip(units, in_order, strict=True):
+            places[unit.path] += found.not_utf8
+        if places := +places:
+            say(f"warning: {not_utf8(places)}")
         write_whole(out / META_FILE, encoded(meta))
         shutil.rmtree(notes)
         return Prepared(meta, sum(d.empty for d in in_order), next((d.first_empty for d in in_order if d.empty), ""))
@@ -267,10 +280,11 @@ def prepare_unit(job: Job, out: Path, number: int) -> Done:
     split: dict[Literal["train", "val"], _Writer] = {
         "train": _Writer(out / f"train-{number:06d}.bin"), "val": _Writer(out / f"val-{number:06d}.bin")
     }  # fmt: skip
-    empty, first_empty = 0, ""
+    empty, first_empty, num_wrong = 0, "", 0
     try:
         for batch in _batches(read_documents(job.units[number], job.field, job.split)):
             for document, ids in zip(batch, tokenizer.encode([document.text for document in batch]), strict=True):
+                num_wrong += document.not_utf8
                 if not len(ids):
                     empty, first_empty = empty + 1, first_empty or document.place
                     continue
@@ -284,7 +298,7 @@ def prepare_unit(job: Job, out: Path, number: int) -> Done:
     finally:
         for writer in split.values():
             writer.close()
-    done = Done(shards, empty, first_empty)
+    done = Done(shards, empty, first_empty, num_wrong)
     write_whole(out / UNFINISHED / f"{number:06d}.json", msgspec.json.encode(done))
     return done
 

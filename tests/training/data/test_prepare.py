@@ -237,6 +237,25 @@ def test_half_a_character_and_special_tokens_in_a_text_are_text(tmp_path: Path) 
     assert tokenizer.decode(ids.tolist()).startswith("half ? of it<|endoftext|>say <|endoftext|> twice<|endoftext|>")
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_text_that_is_not_utf_8_is_reported(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "UNIT_BYTES", 500)
+    said: list[str] = []
+    (tmp_path / "a.txt").write_text("caf\N{REPLACEMENT CHARACTER}\n" * 100, encoding="utf-8")
+    _prepare([tmp_path / "a.txt"], tmp_path / "good", tokenizer=tokenizer, say=said.append)
+    assert said == []
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "b.txt").write_bytes("café crème\n".encode("latin-1") * 100)
+    (folder / "c.txt").write_bytes(b"\xe9")
+    _prepare([folder], tmp_path / "out", tokenizer=tokenizer, held_out=0.5, say=said.append)
+    where = f"{folder / 'b.txt'} and 1 other file"
+    assert said == [
+        f"warning: 201 places in {where} are not UTF-8, and read as \N{REPLACEMENT CHARACTER}; convert the text, such "
+        "as with iconv"
+    ]
+
+
 def test_text_of_an_archive_is_none(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(b"name\0\0\0content"))
     with pytest.raises(ConfigError, match=r"a.tar.gz, byte 0: holds a zero byte, so it is not text"):

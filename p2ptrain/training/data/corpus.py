@@ -23,7 +23,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.files import open_file, raise_unreadable
 from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.table import BUILTIN_DATA
-from p2ptrain.training.data.text import LOOKED_AT_BYTES, decode, is_binary, not_utf8
+from p2ptrain.training.data.text import HOLDS_ZEROS, LOOKED_AT_BYTES, decode, is_binary, left_out, not_utf8
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
 from p2ptrain.training.memory import check_text
 
@@ -125,7 +125,10 @@ def read_texts(source: str) -> TextFiles:
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            files = _decoded(source, _text_files(path))
+            binary: list[Path] = []
+            files = _decoded(source, _text_files(path, binary))
+            if binary:
+                logger.warning("warning: --data %s: %s", source, left_out(binary))
             if not files:
                 raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
             return TextFiles(source, files)
@@ -137,9 +140,7 @@ def read_texts(source: str) -> TextFiles:
     except OSError as error:
         raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror}); check it") from error
     if is_binary(content):
-        raise ConfigError(
-            f"--data {source}: holds zero bytes, so it is not text; give UTF-8 text, or token files (.bin)"
-        )
+        raise ConfigError(f"--data {source}: {HOLDS_ZEROS}; else give text, or token files (.bin)")
     return TextFiles(source, _decoded(source, [(path.name, content)]))
 
 
@@ -179,12 +180,16 @@ def _stdlib_files() -> Iterator[tuple[str, bytes]]:
         yield name, path.read_bytes()
 
 
-def _text_files(root: Path) -> Iterator[tuple[str, bytes]]:
+def _text_files(root: Path, binary: list[Path]) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the text files below `root`. Others that are not empty are appended to `binary`."""
     size_bytes, free_bytes = 0, free_memory_bytes()
     for name, path in sorted(_walk(root)):
         with path.open("rb") as file:
             start = file.read(LOOKED_AT_BYTES)
-            if not start or is_binary(start):
+            if is_binary(start):
+                binary.append(path)
+                continue
+            if not start:
                 continue
             size_bytes += path.stat().st_size
             check_text(str(root), size_bytes, free_bytes)

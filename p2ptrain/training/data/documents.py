@@ -11,7 +11,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -21,7 +21,7 @@ import zstandard
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.files import raise_unreadable
-from p2ptrain.training.data.text import LOOKED_AT_BYTES, decode, is_binary
+from p2ptrain.training.data.text import HOLDS_ZEROS, LOOKED_AT_BYTES, decode, is_binary, left_out
 from p2ptrain.training.hub import is_hub_there, library_errors
 
 UNIT_BYTES = 64 * 2**20
@@ -69,15 +69,23 @@ class Document:
     not_utf8: int = 0
 
 
-def find_units(sources: tuple[str, ...], split: str) -> list[Unit]:
-    """All units of files, directories and datasets, in order. Raises ConfigError if a source has none."""
+def find_units(sources: tuple[str, ...], split: str, say: Callable[[str], None]) -> list[Unit]:
+    """All units of files, directories and datasets, in order. Says which files of a directory are left out.
+
+    Raises ConfigError if a source has none.
+    """
     units: list[Unit] = []
     for source in sources:
         path = Path(source).expanduser()
         if source.startswith(DATASET) or any((path / name).is_file() for name in SAVED_DATASET):
             found = _dataset_units(source, split)
         elif path.is_file() or path.is_dir():
-            found = [unit for file in _files(path) for unit in _units_of(file)]
+            kinds = {file: _kind(file) for file in _files(path)}
+            if binary := [file for file, kind in kinds.items() if kind is None]:
+                if path.is_file():
+                    raise ConfigError(f"{source}: {HOLDS_ZEROS}; else give .txt, .jsonl or .parquet files")
+                say(f"warning: {source}: {left_out(binary)}")
+            found = [unit for file, kind in kinds.items() if kind is not None for unit in _units_of(file, kind)]
         else:
             what = "neither a file nor a directory" if path.exists() else "no such file or directory"
             raise ConfigError(f"{source}: {what}; give files, directories or hub:NAME")
@@ -118,18 +126,24 @@ def _files(path: Path) -> list[Path]:
     return [file for file in found if file.is_file() and file.stat().st_size]
 
 
-def _units_of(path: Path) -> list[Unit]:
-    size, name = path.stat().st_size, str(path)
+def _kind(path: Path) -> Kind | None:
+    """How to read a file; None if it is not text."""
     if path.suffix == ".parquet":
+        return "parquet"
+    if (Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix) in LINES:
+        return "jsonl"
+    if path.suffix in COMPRESSED:
+        return "text"
+    with path.open("rb") as stream:
+        return None if is_binary(stream.read(LOOKED_AT_BYTES)) else "text"
+
+
+def _units_of(path: Path, kind: Kind) -> list[Unit]:
+    size, name = path.stat().st_size, str(path)
+    if kind == "parquet":
         return _parquet_units(path)
-    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-    kind: Kind = "jsonl" if suffix in LINES else "text"
     if path.suffix in COMPRESSED:
         return [Unit(kind, name, 0, -1, size)]
-    if kind == "text":
-        with path.open("rb") as stream:
-            if is_binary(stream.read(LOOKED_AT_BYTES)):
-                return []
     starts = range(0, max(1, size), UNIT_BYTES)
     return [Unit(kind, name, start, min(size, start + UNIT_BYTES), min(size - start, UNIT_BYTES)) for start in starts]
 

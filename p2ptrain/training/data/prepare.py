@@ -126,7 +126,7 @@ def prepare(
         if (out / META_FILE).exists():
             held = f"--out {out}: holds prepared data already ({META_FILE})"
             raise ConfigError(f"{held}; give another --out, or remove it")
-        units = tuple(find_units(sources, split))
+        units = tuple(find_units(sources, split, say))
         for name in (*sources, *(unit.path for unit in units), field, split):
             _check_text(name)
         notes = out / UNFINISHED

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from p2ptrain.formatting import count
 
 # A zero byte within so many bytes means that a file is not text, as in git.
 LOOKED_AT_BYTES = 8192
+UTF_16 = "if it is UTF-16, convert it with `iconv -f UTF-16 -t UTF-8`"
+HOLDS_ZEROS = f"holds zero bytes, so it is not UTF-8 text; {UTF_16}"
+# So many kinds of files that are left out are named.
+NAMED_KINDS = 5
 _REPLACED = "\N{REPLACEMENT CHARACTER}"  # for bytes that are not UTF-8
 
 
@@ -29,3 +35,12 @@ def not_utf8(places: Mapping[str, int]) -> str:
     verb = "is" if num_wrong == 1 else "are"
     found = f"{count(num_wrong, 'place')} in {where} {verb} not UTF-8, and read as {_REPLACED}"
     return f"{found}; convert the text, such as with iconv"
+
+
+def left_out(files: Sequence[Path]) -> str:
+    """A warning of binary files in a directory: how many of which kinds, and why; at least one."""
+    kinds = Counter(file.suffix or file.name for file in files).most_common()
+    named = [f"{number:,} {kind}" for kind, number in kinds[:NAMED_KINDS]]
+    shown = ", ".join(named if len(kinds) <= NAMED_KINDS else [*named, "…"])
+    number = count(len(files), "file")
+    return f"left out {number} ({shown}): a file that holds zero bytes is not UTF-8 text; {UTF_16}"

@@ -126,12 +126,21 @@ def test_text_that_is_not_utf_8_is_reported(tmp_path: Path, caplog: pytest.LogCa
     assert f"{2 * BLOCK_TOKENS + 1:,} places in b.txt and 1 other file are not" in caplog.messages[-1]
 
 
-def test_binary_and_hidden_files_of_a_directory_are_left_out(tmp_path: Path) -> None:
+def test_binary_and_hidden_files_of_a_directory_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("a" * 3 * BLOCK_TOKENS, encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\0" * 9999)
     (tmp_path / ".hidden").write_text("b" * 9999, encoding="utf-8")
     corpus = load_corpus(str(tmp_path), Characters())
     assert set(decode(corpus.training.tolist())) == {"a"}
+    for kind in "bcdef":
+        (tmp_path / f"wide.{kind}").write_text("wide", encoding="utf-16")
+    (tmp_path / "more.b").write_bytes(b"\0")
+    load_corpus(str(tmp_path), Characters())
+    first, second = caplog.messages
+    assert f"--data {tmp_path}: left out 1 file (1 .png): a file that holds zero bytes is not UTF-8 text;" in first
+    assert "left out 7 files (2 .b, 1 " in second
+    assert second.count(" 1 .") == 4
+    assert ", …): a file that holds zero bytes" in second
 
 
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -145,7 +154,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         "none": "no such file or directory",
         "empty": "0 characters are too few",
         "small": "4096 characters are too few; give more than 4096",
-        "binary": "not text",
+        "binary": "not UTF-8 text; if it is UTF-16, convert it with `iconv -f UTF-16 -t UTF-8`; else give text",
         "cyrillic": "86 % of the characters are outside the vocabulary",
         "folder": "no text in this directory",
     }.items():

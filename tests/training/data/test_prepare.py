@@ -111,7 +111,7 @@ def test_parquet_is_read_by_its_row_groups(
         _prepare([tmp_path / "a.parquet"], tmp_path / "other")
     parquet.ParquetWriter(tmp_path / "empty.parquet", pa.schema({"other": pa.string()})).close()
     with pytest.raises(ConfigError, match="holds no text"):
-        find_units((str(tmp_path / "empty.parquet"),), "train")
+        find_units((str(tmp_path / "empty.parquet"),), "train", print)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"bad.parquet: is not a .parquet file, or cut off"):
         _prepare([tmp_path / "bad.parquet"], tmp_path / "other")
@@ -139,7 +139,7 @@ def test_a_dataset_of_the_hub_is_streamed_in_shards(tmp_path: Path, monkeypatch:
             tmp_path / "name" / f"train-{number:05d}-of-00002.parquet"
         )
     source = f"hub:{tmp_path / 'name'}"
-    units = find_units((source,), "train")
+    units = find_units((source,), "train", print)
     assert [(unit.kind, unit.start, unit.end) for unit in units] == [("dataset", 0, 2), ("dataset", 1, 2)]
     assert [d.text for unit in units for d in read_documents(unit, "text", "train")] == TEXTS
     with pytest.raises(ConfigError, match=r"has no field 'body'; give --field with one of: text"):
@@ -174,7 +174,7 @@ def test_plain_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, monk
 def test_units_share_the_lines_of_a_file(unit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "UNIT_BYTES", unit_bytes)
     path = _write_lines(tmp_path / "a.jsonl", TEXTS[:20])
-    units = find_units((str(path),), "train")
+    units = find_units((str(path),), "train", print)
     assert [d.text for unit in units for d in read_documents(unit, "text", "train")] == TEXTS[:20]
 
 
@@ -193,7 +193,7 @@ def test_a_directory_with_a_part_that_cannot_be_read_is_refused(
     # Simulated, because tests may run as root, who can read everything.
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(PermissionError):
-        find_units((str(tmp_path),), "train")
+        find_units((str(tmp_path),), "train", print)
 
 
 def test_directories_are_walked_and_binary_files_left_out(tmp_path: Path) -> None:
@@ -202,14 +202,22 @@ def test_directories_are_walked_and_binary_files_left_out(tmp_path: Path) -> Non
     (tmp_path / "in" / "a.txt").write_text("a\n")
     (tmp_path / "in" / ".hidden.txt").write_text("hidden")
     (tmp_path / "in" / "image.png").write_bytes(b"\x89PNG\0\0")
-    found = [d.text for unit in find_units((str(tmp_path / "in"),), "train") for d in read_documents(unit, "text", "")]
-    assert found == ["a\n", "b"]
+    (tmp_path / "in" / "wide.txt").write_text("wide", encoding="utf-16")
+    said: list[str] = []
+    units = find_units((str(tmp_path / "in"),), "train", said.append)
+    assert [d.text for unit in units for d in read_documents(unit, "text", "")] == ["a\n", "b"]
+    assert said == [
+        f"warning: {tmp_path / 'in'}: left out 2 files (1 .png, 1 .txt): a file that holds zero bytes is not UTF-8 "
+        "text; if it is UTF-16, convert it with `iconv -f UTF-16 -t UTF-8`"
+    ]
+    with pytest.raises(ConfigError, match=r"wide.txt: holds zero bytes, so it is not UTF-8 text; if it is UTF-16, con"):
+        find_units((str(tmp_path / "in" / "wide.txt"),), "train", print)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\n")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "b"}\n')
-    found = [d for unit in find_units((str(tmp_path),), "train") for d in read_documents(unit, "text", "")]
+    found = [d for unit in find_units((str(tmp_path),), "train", print) for d in read_documents(unit, "text", "")]
     assert [(d.text, d.is_whole) for d in found] == [("a\n", True), ("b", True)]
 
 

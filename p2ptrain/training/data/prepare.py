@@ -31,6 +31,7 @@ from p2ptrain.signals import interruptible
 from p2ptrain.training.data.documents import Document, Unit, find_units, read_documents
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, Shard, encoded
 from p2ptrain.training.data.text import not_utf8
+from p2ptrain.training.data.token_files import too_few
 from p2ptrain.training.data.tokenizer import Tokenizer, token_dtype
 from p2ptrain.training.data.tokenizer_file import (
     TOKENIZER_FILE,
@@ -144,7 +145,8 @@ def prepare(
                 tokens = sum(shard.tokens for finished in done.values() for shard in finished.shards)
                 on_progress(Progress(len(done), len(units), tokens))
         except ConfigError:
-            _withdraw(notes, out, len(units))
+            if not any(found.shards for n in range(len(units)) if (found := _note(notes, n)) is not None):
+                _withdraw(notes, out)
             raise
         in_order = [done[number] for number in range(len(units))]
         dtype: Any = token_dtype(chosen.vocab_size).__name__
@@ -159,8 +161,9 @@ def prepare(
             sources=list(sources),
             shards=[shard for found in in_order for shard in found.shards],
         )
-        if not any(shard.split == "train" for shard in meta.shards):
-            raise ConfigError(f"{', '.join(sources)}: no document with text was found to train on")
+        if (fault := _useless(meta)) is not None:
+            _withdraw(notes, out)
+            raise ConfigError(f"{', '.join(sources)}: {fault}")
         places = Counter[str]()
         for unit, found in zip(units, in_order, strict=True):
             places[unit.path] += found.not_utf8
@@ -240,11 +243,19 @@ def _claim(notes: Path, job: Job, out: Path) -> None:
     write_whole(notes / JOB_FILE, msgspec.json.encode(noted))
 
 
-def _withdraw(notes: Path, out: Path, units: int) -> None:
-    """If no part is done, remove the note of the job, so that a corrected command can use the same directory."""
-    if any(_note(notes, number) is not None for number in range(units)):
-        return
-    for pattern in (TOKENIZER_FILE, "train-*.part", "val-*.part"):
+def _useless(meta: Meta) -> str | None:
+    """Why nobody can train on these shards, in words; None if one can."""
+    training = [shard.tokens for shard in meta.shards if shard.split == "train"]
+    if not meta.shards:
+        return "no document with text was found to train on"
+    if not training:
+        return "all documents are held out; give more text, or a smaller --held-out"
+    return too_few(max(training)) if len(training) == len(meta.shards) else None
+
+
+def _withdraw(notes: Path, out: Path) -> None:
+    """Remove what was written, so that a corrected command can use the same directory."""
+    for pattern in (TOKENIZER_FILE, "train-*", "val-*"):
         for path in out.glob(pattern):
             path.unlink(missing_ok=True)
     shutil.rmtree(notes)

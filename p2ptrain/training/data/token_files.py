@@ -238,14 +238,21 @@ def _folder(
         raise ConfigError(f"--data {source}: no tokens to train on; give a folder with train.bin, or *train*.bin")
     if not held_out:
         largest = max(training, key=lambda file: len(file.ids))
+        if (fault := too_few(len(largest.ids))) is not None:
+            raise ConfigError(f"--data {source}: {fault}")
         count = min(MOST_HELD_OUT, len(largest.ids) // HELD_OUT_ONE_IN)
-        if not count:
-            raise ConfigError(f"--data {source}: {len(largest.ids)} tokens are too few to hold some out; give more")
         cut = len(largest.ids) - count
         training = [replace(file, ids=file.ids[:cut]) if file is largest else file for file in training]
         offset = largest.offset + cut * largest.ids.itemsize
         held_out = [replace(largest, ids=largest.ids[cut:], offset=offset)]
     return TokenFolder(source, training, held_out, identity, vocab_size)
+
+
+def too_few(tokens: int) -> str | None:
+    """Why the end of the largest file, of so many tokens, cannot be held out, in words; None if it can."""
+    if tokens >= HELD_OUT_ONE_IN:
+        return None
+    return f"{tokens} tokens in the largest file are too few to hold some out; give {HELD_OUT_ONE_IN} or more"
 
 
 def _open(path: Path) -> TokenFile:

@@ -308,16 +308,35 @@ def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, monkeypa
 
 
 def test_a_corrected_command_takes_the_directory_of_one_that_failed_at_once(tmp_path: Path) -> None:
-    path = _write_lines(tmp_path / "a.jsonl", field="body")
+    path, empty = _write_lines(tmp_path / "a.jsonl", field="body"), _write_lines(tmp_path / "empty.jsonl", [""])
     tok = tmp_path / "tokenizer.json"
     _prepare([_write_lines(tmp_path / "b.jsonl")], tmp_path / "made", tokenizer="train:300")
     (tmp_path / "made" / "tokenizer.json").rename(tok)
     with pytest.raises(ConfigError, match=r"has no field 'text'; give --field with one of: id, body"):
-        _prepare([path], tmp_path / "out", tokenizer=str(tok))
+        _prepare([empty, path], tmp_path / "out", tokenizer=str(tok))
     _prepare([path], tmp_path / "out", field="body")
     assert sorted(found.name for found in (tmp_path / "out").iterdir()) == [
         ".lock", "meta.json", "train-000000.bin", "val-000000.bin"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("texts", "held_out", "error"),
+    [
+        (["short"], 0.0, "a.jsonl: 6 tokens in the largest file are too few to hold some out; give 20 or more"),
+        (["x" * 100], 1.0, "a.jsonl: all documents are held out; give more text, or a smaller --held-out"),
+        (["", ""], 0.1, "a.jsonl: no document with text was found to train on"),
+    ],
+)
+def test_a_preparation_of_too_little_leaves_nothing(
+    texts: list[str], held_out: float, error: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        _prepare([_write_lines(tmp_path / "a.jsonl", texts)], tmp_path / "out", held_out=held_out)
+    assert [found.name for found in (tmp_path / "out").iterdir()] == [".lock"]
+    prepared = _prepare([_write_lines(tmp_path / "b.jsonl", ["x" * 19])], tmp_path / "out", held_out=0.0)
+    assert prepared.meta.shards[0].tokens == 20
+    assert len(_corpus(tmp_path / "out").held_out) == 1
 
 
 def test_parts_that_are_done_are_kept_when_a_later_one_fails(tmp_path: Path) -> None:
@@ -361,9 +380,11 @@ def test_several_processes_write_the_same(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_documents_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
-    prepared = _prepare([_write_lines(tmp_path / "a.jsonl", ["one", "", "two", ""])], tmp_path / "out", held_out=0.0)
+    prepared = _prepare(
+        [_write_lines(tmp_path / "a.jsonl", ["one" * 9, "", "two", ""])], tmp_path / "out", held_out=0.0
+    )
     assert prepared.empty == 2
-    assert prepared.first_empty == f"{tmp_path / 'a.jsonl'}, byte 25"
+    assert prepared.first_empty == f"{tmp_path / 'a.jsonl'}, byte 49"
     assert prepared.meta.shards[0].documents == 2
 
 

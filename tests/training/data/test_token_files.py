@@ -189,7 +189,7 @@ def test_the_quick_look_at_large_files_sees_their_ends_and_a_sample(
         (np.arange(9999, dtype="<i8").tobytes() + b"\1\0" * 2, "its ids seem to have 8 bytes, and those of a .bin"),
         (np.arange(9999, dtype="<i8").tobytes() + b"\1\0" * 3, "its ids seem to have 8 bytes, and those of a .bin"),
         (b"", "no tokens to train on"),
-        (b"\1\0" * 10, "10 tokens are too few to hold some out"),
+        (b"\1\0" * 10, "10 tokens in the largest file are too few to hold some out; give 20 or more"),
     ],
 )
 def test_a_bad_file_is_named(content: bytes, error: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def data() -> None:
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New directory to write.")
 @click.option("--field", default="text", help="Field of a record that holds the text.")
 @click.option("--split", default="train", help="Split of a dataset.")
-@click.option("--held-out", type=NumberRange(0, 0.5), default=0.005, help="Share of the documents to evaluate on.")
+@click.option(
+    "--held-out", type=NumberRange(0, 0.5, min_open=True), default=0.005, help="Share of the documents to evaluate on."
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes.  [default: one for each core]")
 def prepare(
     sources: tuple[str, ...], tokenizer: str, out: Path, field: str, split: str, held_out: float, jobs: int | None
@@ -88,7 +91,7 @@ def prepare(
             f"warning: only {found.held_out_tokens:,} tokens are held out, and an evaluation needs at least a window; "
             f"give a larger --held-out than {held_out} and another --out, or join with a short --context"
         )
-    click.echo(f"train on it with: p2ptrain join --data {out}")
+    click.echo(f"train on it with: {shlex.join(['p2ptrain', 'join', '--data', str(out)])}")
 
 
 @data.command()

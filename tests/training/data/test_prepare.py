@@ -372,6 +372,25 @@ def test_few_held_out_tokens_are_warned_of(share: str, few: bool, tmp_path: Path
     assert (f"give a larger --held-out than {share} and another --out" in done.output) == few
 
 
+def test_no_held_out_documents_are_refused(tmp_path: Path) -> None:
+    """Every peer evaluates."""
+    source, out = str(_write_lines(tmp_path / "a.jsonl")), tmp_path / "out"
+    done = CliRunner().invoke(
+        cli, ["data", "prepare", source, "--tokenizer", "bytes", "--out", str(out), "--held-out", "0"]
+    )
+    assert done.exit_code == 2
+    assert "Invalid value for '--held-out': 0.0 is not in the range 0<x<=0.5." in done.output
+    assert not out.exists()
+    assert "0<x<=0.5" in CliRunner().invoke(cli, ["data", "prepare", "--help"]).output
+
+
+def test_the_command_to_train_is_quoted(tmp_path: Path) -> None:
+    source, out = str(_write_lines(tmp_path / "a.jsonl")), tmp_path / "two words"
+    flags = ["--tokenizer", "bytes", "--jobs", "1", "--out", str(out)]
+    done = CliRunner().invoke(cli, ["data", "prepare", source, *flags], catch_exceptions=False)
+    assert done.output.splitlines()[-1] == f"train on it with: p2ptrain join --data '{out}'"
+
+
 def test_several_processes_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         _write_lines(tmp_path / f"{number}.jsonl", TEXTS[100 * number : 100 * number + 100])

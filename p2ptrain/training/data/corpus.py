@@ -20,10 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.formatting import count
 from p2ptrain.settings.files import open_file, raise_unreadable
 from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.table import BUILTIN_DATA
-from p2ptrain.training.data.text import HOLDS_ZEROS, LOOKED_AT_BYTES, decode, is_binary, left_out, not_utf8
+from p2ptrain.training.data.text import (
+    HOLDS_ZEROS,
+    LOOKED_AT_BYTES,
+    PACKED,
+    RECORDS,
+    decode,
+    is_binary,
+    left_out,
+    not_utf8,
+    prepare_first,
+)
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
 from p2ptrain.training.memory import check_text
 
@@ -128,12 +139,18 @@ def read_texts(source: str) -> TextFiles:
             binary: list[Path] = []
             files = _decoded(source, _text_files(path, binary))
             if binary:
-                logger.warning("warning: --data %s: %s", source, left_out(binary))
+                is_packed = any(file.suffix in PACKED for file in binary)
+                hint = f"; for {', '.join(PACKED)} files, {prepare_first(source)}" if is_packed else ""
+                logger.warning("warning: --data %s: %s%s", source, left_out(binary), hint)
             if not files:
                 raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
             return TextFiles(source, files)
         check_text(source, path.stat().st_size, free_memory_bytes())
         with open_file(path) as file:
+            if path.suffix in PACKED:
+                raise ConfigError(
+                    f"--data {source}: {path.suffix} is neither text nor token files; {prepare_first(source)}"
+                )
             content = file.read()
     except FileNotFoundError as error:
         raise ConfigError(f"--data {source}: no such file or directory; give text, or leave it out") from error
@@ -209,7 +226,7 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[s
 
 
 def _decoded(source: str, files: Iterable[tuple[str, bytes]]) -> list[tuple[str, str]]:
-    """Decode files. Logs a warning if some of them are not UTF-8."""
+    """Decode files. Logs a warning if some of them are not UTF-8, or lines of JSON."""
     texts, places = [], dict[str, int]()
     for name, content in files:
         text, num_wrong = decode(content)
@@ -218,6 +235,13 @@ def _decoded(source: str, files: Iterable[tuple[str, bytes]]) -> list[tuple[str,
         texts.append((name, text))
     if places:
         logger.warning("warning: --data %s: %s", source, not_utf8(places))
+    if records := sum(name.endswith(RECORDS) for name, _ in texts):
+        logger.warning(
+            "warning: --data %s: trains on the raw lines of JSON in %s; to train on the text of one field, %s",
+            source,
+            count(records, "file"),
+            prepare_first(source),
+        )
     return texts
 
 

@@ -21,14 +21,13 @@ import zstandard
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.files import raise_unreadable
-from p2ptrain.training.data.text import HOLDS_ZEROS, LOOKED_AT_BYTES, decode, is_binary, left_out
+from p2ptrain.training.data.text import COMPRESSED, HOLDS_ZEROS, LOOKED_AT_BYTES, RECORDS, decode, is_binary, left_out
 from p2ptrain.training.hub import is_hub_there, library_errors
 
 UNIT_BYTES = 64 * 2**20
 # Plain text has no documents: it is cut at line ends, so that some of it can be held out.
 TEXT_BYTES = 64 * 2**10
-LINES = (".jsonl", ".ndjson", ".json")
-COMPRESSED = (".gz", ".zst")
+LINES = (*RECORDS, ".json")
 DATASET = "hub:"
 # A directory that datasets' save_to_disk wrote has one of these files.
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from p2ptrain.formatting import count
 
+# Only `p2ptrain data prepare` reads these. A .json file may be text, as in a directory of source code.
+RECORDS = (".jsonl", ".ndjson")
+COMPRESSED = (".gz", ".zst")
+PACKED = (*COMPRESSED, ".parquet")
 # A zero byte within so many bytes means that a file is not text, as in git.
 LOOKED_AT_BYTES = 8192
 UTF_16 = "if it is UTF-16, convert it with `iconv -f UTF-16 -t UTF-8`"
@@ -44,3 +49,9 @@ def left_out(files: Sequence[Path]) -> str:
     shown = ", ".join(named if len(kinds) <= NAMED_KINDS else [*named, "…"])
     number = count(len(files), "file")
     return f"left out {number} ({shown}): a file that holds zero bytes is not UTF-8 text; {UTF_16}"
+
+
+def prepare_first(source: str) -> str:
+    """The command that makes token files of a source."""
+    words = ["p2ptrain", "data", "prepare", source, "--tokenizer", "NAME", "--out", "NEW"]
+    return f"prepare it first: {shlex.join(words)}"

@@ -32,8 +32,9 @@ _HEADER = struct.Struct("<3i")
 HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
     20240520: (1, np.uint16, GPT2_VOCAB_SIZE), 20240801: (7, np.uint32, 128_256),
 }  # fmt: skip
-# The first bytes of a .npy file.
+# The first bytes of a .npy file, whatever its name.
 NUMPY_MAGIC = b"\x93NUMPY"
+NUMPY = (".npy", ".npz")
 # Usual names of the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
 # Files may be larger than memory. To guess the width of ids without a header, so many stretches of so many are read.
@@ -192,7 +193,7 @@ def open_tokens(source: str) -> TokenFolder | None:
     try:
         if (path / META_FILE).is_file():
             return _prepared(path, read_meta(path))
-        if path.suffix == ".bin":
+        if path.suffix in (".bin", *NUMPY):
             return _given(source, [path])
         if (path / UNFINISHED).is_dir():
             raise ConfigError(f"--data {source}: is not finished; run the same `p2ptrain data prepare` again")
@@ -260,11 +261,12 @@ def _open(path: Path) -> TokenFile:
     with open_file(path) as stream:
         start = stream.read(_HEADER.size)
     magic, version, count = _HEADER.unpack(start) if len(start) == _HEADER.size else (0, 0, 0)
-    if start.startswith(NUMPY_MAGIC):
+    if start.startswith(NUMPY_MAGIC) or path.suffix in NUMPY:
+        kind, array = (".npz", "['NAME']") if path.suffix == ".npz" else (".npy", "")
         raise ConfigError(
-            f"--data {path}: is a .npy file, which begins with a header of numpy's; write its ids alone with "
-            f"np.load({path.name!r}).astype(np.uint16).tofile({path.name!r}), or as docs/use/data.md says if they are "
-            f"above 65,535"
+            f"--data {path}: is a {kind} file, which begins with a header; write its ids alone with "
+            f"np.load({path.name!r}){array}.astype(np.uint16).tofile({path.with_suffix('.bin').name!r}), or as "
+            f"docs/use/data.md says if they are above 65,535"
         )
     if magic not in HEADERS:
         file = _mapped(path, np.dtype("<u2"), 0)

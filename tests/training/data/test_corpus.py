@@ -143,6 +143,34 @@ def test_binary_and_hidden_files_of_a_directory_are_left_out(tmp_path: Path, cap
     assert ", …): a file that holds zero bytes" in second
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.txt.zst"])
+def test_what_has_to_be_prepared_is_refused_with_the_command(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\1" * 9999)
+    command = f"p2ptrain data prepare {path} --tokenizer NAME --out NEW"
+    with pytest.raises(
+        ConfigError, match=rf"{path}: {path.suffix} is neither text nor .*; prepare it first: {command}"
+    ):
+        load_corpus(str(path), Characters())
+
+
+def test_records_in_the_place_of_text_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.ndjson", "package.json"):
+        (folder / name).write_text('{"text": "abc"}\n' * BLOCK_TOKENS)
+    (folder / "c.parquet").write_bytes(b"PAR1\0")
+    load_corpus(str(folder / "package.json"), Characters())
+    assert caplog.messages == []
+    load_corpus(str(folder / "a.jsonl"), Characters())
+    load_corpus(str(folder), Characters())
+    one, records, packed = caplog.messages
+    assert "/a.jsonl: trains on the raw lines of JSON in 1 file; to train on the text of one field, prepare" in one
+    command = f"prepare it first: p2ptrain data prepare '{folder}' --tokenizer NAME --out NEW"
+    assert f"in 2 files; to train on the text of one field, {command}" in records
+    assert packed.endswith(f"; for .gz, .zst, .parquet files, {command}")
+
+
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("", encoding="utf-8")
     (tmp_path / "small").write_text("a" * BLOCK_TOKENS, encoding="utf-8")

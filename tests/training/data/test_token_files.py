@@ -198,6 +198,22 @@ def test_a_bad_file_is_named(content: bytes, error: str, tmp_path: Path) -> None
         open_tokens(str(tmp_path / "train.bin"))
 
 
+@pytest.mark.parametrize(("name", "loaded"), [("a.npy", "np.load('a.npy')"), ("a.npz", "np.load('a.npz')['ids']")])
+def test_arrays_of_numpy_are_refused_with_the_command_that_writes_them(
+    name: str, loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.arange(999, dtype=np.int64)
+    np.save(tmp_path / "a.npy", ids)
+    np.savez(tmp_path / "a.npz", ids=ids)
+    with pytest.raises(ConfigError) as caught:
+        open_tokens(str(tmp_path / name))
+    command = str(caught.value).partition("alone with ")[2].partition(", or as")[0].replace("NAME", "ids")
+    assert command == f"{loaded}.astype(np.uint16).tofile('a.bin')"
+    monkeypatch.chdir(tmp_path)
+    exec(command, {"np": np})
+    assert _opened(tmp_path / "a.bin").training[0].ids.tolist() == ids[:950].tolist()
+
+
 @pytest.mark.parametrize(
     ("dtype", "width", "vocab_size"), [("<u4", 4, 50257), ("<u4", 4, 128_256), ("<u4", 4, 5), ("<i8", 8, 128_256)]
 )

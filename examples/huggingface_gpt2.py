@@ -60,7 +60,8 @@ with p2ptrain.join(
     model, run_id="gpt2", initial_peers=options.initial_peers, host_maddrs=[options.host],
     identity=Path(options.out, "identity.key"), diloco=p2ptrain.DiLoCo(sync_every=50), total_steps=options.steps,
 ) as peer:  # fmt: skip
-    again = ["--tiny"] * options.tiny + ["--steps", str(options.steps), "--initial-peers", *peer.maddrs]
+    again = ["--tiny"] * options.tiny + ["--steps", str(options.steps), "--out", f"{options.out}-2"]
+    again += ["--initial-peers", *peer.maddrs]
     print("others join by:", shlex.join([sys.executable, __file__, *again]), sep="\n", flush=True)
     trainer = Trainer(model, arguments, train_dataset=Windows(peer.data_seed), callbacks=[P2PCallback(peer)])
     try:

@@ -210,7 +210,7 @@ def join(
         raise ConfigError(f"optimizer = {optimizer!r}: must be a torch.optim.Optimizer, or left out")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
         raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed")
-    if isinstance(initial_peers, str) and initial_peers != "lan":
+    if initial_peers is None or (isinstance(initial_peers, str) and initial_peers != "lan"):
         raise ConfigError(
             f"initial_peers = {shortened(initial_peers)}: must be a list of addresses, or 'lan'; put it in [ ]"
         )

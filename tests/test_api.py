@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import socket
+from typing import Any
 
 import pytest
 from torch import nn
@@ -160,6 +161,12 @@ def test_of_two_runs_of_one_name_the_user_chooses(
 def test_a_ticket_in_place_of_a_list_is_not_shown() -> None:
     with pytest.raises(ConfigError, match="initial_peers = 'p2pt1…': must be a list of addresses, or 'lan'"):
         p2ptrain.join(nn.Linear(2, 2), initial_peers="p2pt1" + "ab" * 40)
+
+
+def test_no_addresses_are_an_empty_list() -> None:
+    nobody: Any = None
+    with pytest.raises(ConfigError, match="initial_peers = None: must be a list of addresses"):
+        p2ptrain.join(nn.Linear(2, 2), initial_peers=nobody)
 
 
 def test_every_setting_of_fragments_and_rounds_can_be_given() -> None:

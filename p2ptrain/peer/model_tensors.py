@@ -34,17 +34,27 @@ def plain_names(model: torch.nn.Module, tensors: Iterable[tuple[str, T]]) -> Ite
         yield ".".join(parts), tensor
 
 
+def check_has_values(model: torch.nn.Module) -> None:
+    """Raises ConfigError if a parameter or buffer has no values yet."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in _named(model, tensors).items():
+            if torch.nn.parameter.is_lazy(tensor):
+                raise ConfigError(f"{kind} {name} has no shape yet: run the model once before joining")
+            if tensor.is_meta:
+                raise ConfigError(f"{kind} {name} is on the meta device: materialise the model before joining")
+
+
 def trainable_parameters(model: torch.nn.Module, ranks: ProcessGroup | None) -> dict[str, torch.nn.Parameter]:
     """Return the trainable parameters by name, tied ones once.
 
-    Raises ConfigError if there are none, if one cannot be written in place or is not of a floating-point type, if a
-    frozen one cannot be compared, or if the sharding is not supported.
+    Raises ConfigError as `check_has_values`, if there are none, if one cannot be written in place or is not of a
+    floating-point type, if a frozen one cannot be compared, or if the sharding is not supported.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model = {type(model).__name__}: must be a torch.nn.Module")
+    check_has_values(model)
     parameters = _named(model, model.named_parameters())
     for name, parameter in parameters.items():
-        _check_has_values("parameter", name, parameter)
         _check_dense("parameter", name, parameter)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     if not trainable:
@@ -71,8 +81,6 @@ def trainable_parameters(model: torch.nn.Module, ranks: ProcessGroup | None) -> 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a joiner downloads, by name. Raises ConfigError if one cannot be sent or written."""
     buffers = _named(model, model.named_buffers())
-    for name, buffer in buffers.items():
-        _check_has_values("buffer", name, buffer)
     saved = dict(plain_names(model, model.state_dict().items()))
     persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
     for name, buffer in persistent.items():
@@ -90,13 +98,6 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             f"{MAX_BUFFERS_BYTES // 2**20:,}: register those that each peer has already with persistent=False"
         )
     return persistent
-
-
-def _check_has_values(kind: str, name: str, tensor: torch.Tensor) -> None:
-    if torch.nn.parameter.is_lazy(tensor):
-        raise ConfigError(f"{kind} {name} has no shape yet: run the model once before joining")
-    if tensor.is_meta:
-        raise ConfigError(f"{kind} {name} is on the meta device: materialise the model before joining")
 
 
 def _named(model: torch.nn.Module, tensors: Iterable[tuple[str, T]]) -> dict[str, T]:

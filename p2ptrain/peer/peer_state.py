@@ -28,6 +28,7 @@ def to_dict(head: Head, history: History, run_step: int, tokens: int, vectors: S
     anchor, *moments = map(torch.from_numpy, vectors)
     past = SavedHistory(history.genesis, tuple(history.entries[-RECENT_ENTRIES:]))
     return {
+        "genesis": head.genesis,
         "head": pack(head).hex(),
         "history": pack(past).hex(),
         "run_step": run_step,

@@ -8,6 +8,7 @@ Checks, flag, environment variable, TOML key, shell completion and docs/use/conf
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 import types
@@ -204,10 +205,11 @@ def check_settings(config: Any) -> None:
 def _convert(given: object, kind: type, origin: str, example: float | None) -> Value:
     """Convert to the setting's type, without checking its rule. Flags and variables give text."""
     if kind is tuple:
-        # Flags are tuples. No multiaddr contains a space or a comma, so one variable can hold several.
+        # Flags are tuples. A file's name may contain a space, a multiaddr does not, so one variable can hold several.
         if isinstance(given, (str, tuple)):
-            text = given if isinstance(given, str) else " ".join(given)
-            return tuple(text.replace(",", " ").split()) or ""
+            items = (given,) if isinstance(given, str) else given
+            parts = ([item] if os.path.exists(item) else item.replace(",", " ").split() for item in items)
+            return tuple(itertools.chain.from_iterable(parts)) or ""
         if isinstance(given, list) and all(isinstance(item, str) for item in given):
             return tuple(given)
         raise ConfigError(f'{origin}: {shortened(given)} is not a list of texts, such as ["a", "b"]')

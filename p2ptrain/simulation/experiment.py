@@ -43,7 +43,7 @@ class Experiment:
     step_s: float = setting(0.1, POSITIVE, name="step_time", metavar="S",
         help="Virtual seconds of one inner step at speed 1.",
         why="A GPU's step of a mid-sized model; heartbeats, once a second, stay cheap compared to the steps.")
-    latency_s: float = setting(0.02, number("0 or more seconds", lambda x: x >= 0), name="latency", metavar="S",
+    latency_s: float = setting(0.02, number("0 to 10 seconds", lambda x: 0 <= x <= 10), name="latency", metavar="S",
         help="One-way latency of every packet in seconds.",
         why="Typical within a continent.")
     bandwidth_mbit: float = setting(0.0, number("0 (no limit) or more", lambda x: x >= 0), name="bandwidth",

@@ -118,11 +118,12 @@ class Records:
     def goodput(self) -> float:
         """Inner steps as a share of those that the initial peers would make without faults in the same virtual time.
 
-        It is measured until the first peer reaches the end of the run.
+        It is measured until the first peer reaches the end of the run, or the last step.
         """
         experiment = self.experiment
         steps = [event for _, event in self.of("step")]
-        end_s: float = min(event["t"] for event in steps if event["step"] >= experiment.run.total_steps)
+        at_end = (event["t"] for event in steps if event["step"] >= experiment.run.total_steps)
+        end_s: float = min(at_end, default=max(event["t"] for event in steps))
         speeds = (*experiment.speeds, *[1.0] * (experiment.peers - len(experiment.speeds)))
         whole = sum((end_s - self.began_s) * speed / experiment.step_s for speed in speeds)
         return float(sum(event["t"] <= end_s for event in steps) / whole)

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from safetensors.torch import load_file, save_file
 
 from p2ptrain.errors import CheckpointError, ConfigError
 from p2ptrain.settings.peer_config import default_dir
+
+T = TypeVar("T")
 
 FORMAT = 2
 KEEP = 3
@@ -59,7 +61,8 @@ class Checkpoint:
 def save(out: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint below `out`, remove all but the newest KEEP, and return its directory.
 
-    An earlier one of the same step is replaced. Raises CheckpointError if it could not be written.
+    An earlier one of the same step is replaced. Those of another start of the run get another name, and are kept.
+    Raises CheckpointError if it could not be written.
     """
     target = out / name_of(checkpoint.step)
     building = out / f".checkpoint-{checkpoint.step}.tmp"
@@ -68,6 +71,7 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
             path.rename(had_name)
         for unfinished in out.glob(".checkpoint-*.tmp"):
             shutil.rmtree(unfinished)
+        _set_apart(out, checkpoint.info.get("genesis"))
         building.mkdir(parents=True)
         serial = 1 + max((_serial(path) or 0 for path in checkpoints(out)), default=0)
         _write(building, checkpoint, serial)
@@ -180,10 +184,25 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     return saved
 
 
+def _set_apart(out: Path, genesis: str | None) -> None:
+    """Rename the checkpoints of another start of the run: this one must neither replace nor remove them."""
+    for path in checkpoints(out):
+        other = str(_noted(path, lambda content: content["info"]["genesis"]) or "")
+        if genesis and other and other != genesis:
+            apart = path.with_name(f"{path.name}-of-{re.sub('[^0-9A-Za-z]', '', other)[:12]}")
+            path.rename(apart)
+            logger.warning("%s is of another start of the run, and is kept as %s", path, apart.name)
+
+
 def _serial(path: Path) -> int | None:
     """The serial number of a checkpoint, which grows with each save; None if its manifest is damaged."""
+    return _noted(path, lambda content: int(content.get("serial", 0)))
+
+
+def _noted(path: Path, read: Callable[[Mapping[str, Any]], T]) -> T | None:
+    """What a manifest notes; None if it does not, or is damaged."""
     try:
-        return int(json.loads((path / MANIFEST).read_bytes())["content"].get("serial", 0))
+        return read(json.loads((path / MANIFEST).read_bytes())["content"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 

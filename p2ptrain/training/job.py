@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from p2ptrain.peer.model_tensors import check_has_values
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.peer_config import PeerConfig
@@ -113,6 +114,7 @@ def build_trainer(
     Raises ConfigError if the data cannot be trained on.
     """
     run, config = job.run, job.config
+    check_has_values(model)
     if config.fsdp == "on":
         shard(model, ranks, job.device)
     else:

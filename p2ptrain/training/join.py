@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -214,7 +215,7 @@ def _end_line(end: TrainingEnd, run: RunConfig, step: int, rounds: int, out: Pat
     """The last line for the user: how training ended, and what to do next."""
     hint, of_rounds = "run the same command again to continue", ""
     if end.reason == "finished":
-        hint = f"try: p2ptrain generate {out}"
+        hint = f"try: p2ptrain generate {shlex.quote(str(out))}"
         if tokenizer.identity == IDS:
             hint += " --tokenizer FILE.json"
         planned = run.total_steps // run.sync_every

@@ -41,7 +41,7 @@ class Peer(FakePeer):
     def state_dict(self) -> dict[str, Any]:
         self.settled_at.append(self.run_step)
         moments = [torch.full((2, 64), 2.0), torch.full((2, 64), 3.0)]
-        place = {"head": "ab12", "history": "cd34", "run_step": self.run_step, "tokens": 0}
+        place = {"genesis": "0-ef", "head": "ab12", "history": "cd34", "run_step": self.run_step, "tokens": 0}
         return {**place, "anchor": torch.ones(2, 64), "moments": moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:

@@ -309,7 +309,7 @@ def test_only_what_was_given_is_compared_with_a_live_run() -> None:
 
 
 def test_the_peers_half_holds_what_was_given(tmp_path: Path) -> None:
-    path = tmp_path / "addresses"
+    path = tmp_path / "addresses of friends"
     path.write_text("/ip4/10.0.0.1/tcp/1/p2p/QmA\n", encoding="utf-8")
     config = merge({"initial_peers": (str(path),), "threads": "1", "seed": "4"}, {}).peer_config()
     assert config.network.initial_peers == ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)

@@ -80,6 +80,11 @@ def test_a_mistake_is_named(settings: dict[str, Any], message: str) -> None:
         experiment(**settings)
 
 
+def test_the_goodput_of_a_run_that_nobody_ends_is_until_its_last_step() -> None:
+    records = simulate(Experiment.of(peers=2, steps=20, sync_every=5, schedule=["5:crash:0", "5:crash:1"]))
+    assert 0.5 < records.goodput <= 1.1
+
+
 def test_crashed_peers_come_back_and_their_steps_are_missed() -> None:
     records = of_kind("crash")
     crashes = len(records.experiment.faults_drawn)

@@ -267,3 +267,21 @@ def test_another_format_is_not_guessed_at(tmp_path: Path, monkeypatch: pytest.Mo
         path = checkpoint.save(tmp_path, _checkpoint(1))
     with pytest.raises(CheckpointError, match="has format 99, this version reads 2"):
         checkpoint.load(path)
+
+
+def test_checkpoints_of_another_start_of_the_run_are_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    """Someone joins a friend's run of the same name in the directory of his own."""
+
+    def of(start: str, step: int) -> Checkpoint:
+        return Checkpoint(step=step, info={"genesis": start}, state={"model": {"w": torch.full((3,), step)}})
+
+    checkpoint.save(tmp_path, of("0-ours", 7))
+    checkpoint.save(tmp_path, of("0-ours", 9))
+    for step in (7, 8, 9, 10):
+        checkpoint.save(tmp_path, of("0-theirs", step))
+    kept = ["checkpoint-7-of-0ours", "checkpoint-9-of-0ours"]
+    assert _names(tmp_path) == ["checkpoint-10", *kept[:1], "checkpoint-8", "checkpoint-9", *kept[1:]]
+    assert checkpoint.load(tmp_path / kept[1]).info == {"genesis": "0-ours"}
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None
+    assert (newest.step, newest.info) == (10, {"genesis": "0-theirs"})

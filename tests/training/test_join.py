@@ -76,16 +76,17 @@ def test_addresses_that_cannot_be_noted_do_not_stop_training(
 
 
 def test_a_founder_trains_and_prints_the_line_for_others(session: type[FakeNetworkSession]) -> None:
-    lines = _join(steps="2")
+    lines = _join(steps="2", out="my run")
     assert f"p2ptrain join --initial-peers {MADDR} --run-id r" in lines
     assert not any("each peer adds --data" in line for line in lines)
     assert lines[0] == "started run 'r' (model gpt-demo, 2 steps) as peer QmFake"
     assert session.opened is not None
-    assert session.opened.identity == "p2ptrain-r/identity.key"
+    assert session.opened.identity == "my run/identity.key"
+    assert lines[-1].endswith("try: p2ptrain generate 'my run'")
     assert session.peer is not None
     assert session.peer.run.total_steps == 2
     assert session.peer.left == "finished"
-    assert [path.name for path in checkpoint.checkpoints(Path("p2ptrain-r"))] == ["checkpoint-2"]
+    assert [path.name for path in checkpoint.checkpoints(Path("my run"))] == ["checkpoint-2"]
 
 
 def test_it_is_said_that_a_model_without_a_context_has_short_windows(
@@ -95,6 +96,13 @@ def test_it_is_said_that_a_model_without_a_context_has_short_windows(
     (tmp_path / "without_context.py").write_text(f"import torch\n{factory}")
     lines = _join(steps="1", model="without_context:make")
     assert "--model without_context:make: has no attribute context; windows are 64 tokens" in lines
+
+
+def test_a_model_without_values_is_refused(session: type[FakeNetworkSession], tmp_path: Path) -> None:
+    factory = "def make(vocab_size):\n    return torch.nn.Embedding(vocab_size, vocab_size, device='meta')\n"
+    (tmp_path / "without_values.py").write_text(f"import torch\n{factory}")
+    with pytest.raises(ConfigError, match="parameter weight is on the meta device: materialise the model"):
+        _join(steps="1", model="without_values:make")
 
 
 def test_figures_for_prometheus_are_served_while_it_trains_and_not_after(session: type[FakeNetworkSession]) -> None:

@@ -255,7 +255,7 @@ def _useless(meta: Meta) -> str | None:
 
 def _withdraw(notes: Path, out: Path) -> None:
     """Remove what was written, so that a corrected command can use the same directory."""
-    for pattern in (TOKENIZER_FILE, "train-*", "val-*"):
+    for pattern in (TOKENIZER_FILE, "train-[0-9]*.*", "val-[0-9]*.*"):
         for path in out.glob(pattern):
             path.unlink(missing_ok=True)
     shutil.rmtree(notes)

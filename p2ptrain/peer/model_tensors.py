@@ -18,6 +18,9 @@ from p2ptrain.protocol.state_sync.transfer import MAX_BUFFERS_BYTES
 
 T = TypeVar("T")
 
+# Besides its name and values, a tensor takes at most so much in a file of safetensors.
+MOST_DESCRIBED_BYTES = 256
+
 # Where `torch.compile` and `checkpoint_wrapper` keep the module that they wrap.
 WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
@@ -91,7 +94,8 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 "it, or register it with persistent=False"
             )
         _check_written("buffer", name, buffer)
-    num_bytes = sum(buffer.numel() * buffer.element_size() for buffer in persistent.values())
+    described = sum(len(name) + MOST_DESCRIBED_BYTES for name in persistent)
+    num_bytes = described + sum(buffer.numel() * buffer.element_size() for buffer in persistent.values())
     if num_bytes > MAX_BUFFERS_BYTES:
         raise ConfigError(
             f"the model's buffers have {num_bytes / 2**20:,.0f} MiB, and joining peers take at most "

@@ -66,7 +66,7 @@ class NetworkSide:
         self._network = network
         self._thread = thread
         self._scope: trio.CancelScope | None = None
-        self._has_left = self._has_refused = self._lands = False
+        self._has_left = self._has_refused = self._lands = self._was_cut_off = False
         self._errors = ErrorLog(logger)
 
     @property
@@ -81,7 +81,8 @@ class NetworkSide:
 
     @property
     def _is_cut_off(self) -> bool:
-        return self._thread.has_stopped and not self._has_left
+        """Whether the thread has ended before this peer left."""
+        return self._was_cut_off or (self._thread.has_stopped and not self._has_left)
 
     def start(self, on_event: Callable[..., None]) -> None:
         """Run the node, and pass the events of the network to `on_event`."""
@@ -128,7 +129,7 @@ class NetworkSide:
 
         def state_of(vectors: Sequence[Array]) -> dict[str, Any]:
             committer = node.driver.committer
-            if committer.interrupted or (self._is_cut_off and committer.stepping):
+            if committer.interrupted or (self._thread.has_stopped and committer.stepping):
                 raise TimeoutError("a round changed only a part of the state, as an error interrupted it")
             exchange = self._exchange
             return to_dict(node.driver.head, node.driver.history, exchange.run_step, exchange.tokens, vectors)
@@ -144,17 +145,22 @@ class NetworkSide:
             if self._exchange.landing_pending and (error := self._exchange.landing_error) is not None:
                 raise TimeoutError(f"a round could not be landed in the weights: {error}") from error
 
-        while not self._has_left and not self._thread.has_stopped:
-            epoch, state = self._thread.run(copy, timeout_s=STATE_TIMEOUT_S, meanwhile=land)
+        while not self._has_left and not self._is_cut_off:
+            try:
+                epoch, state = self._thread.run(copy, timeout_s=STATE_TIMEOUT_S, meanwhile=land)
+            except RuntimeError:
+                if self._is_cut_off:
+                    break
+                raise
             if epoch == self._exchange.epoch:  # else `land` has landed the next round, too
                 return state
-        if not self._is_cut_off and not self.ended.wait(STATE_TIMEOUT_S):
+        if not self._thread.has_stopped and not self.ended.wait(STATE_TIMEOUT_S):
             raise TimeoutError(f"a round took more than {STATE_TIMEOUT_S:.0f} s to change the state")
-        exchange = self._exchange
+        exchange, lands = self._exchange, self._lands or self._is_cut_off
         self._await_transfers(
-            lambda: self._lands and exchange.landing_pending and self._idle() and exchange.landing_error is None
+            lambda: lands and exchange.landing_pending and self._idle() and exchange.landing_error is None
         )
-        if self._lands and exchange.landing_pending:
+        if lands and exchange.landing_pending:
             why = exchange.landing_error or "it took too long"
             raise TimeoutError(f"the last round could not be landed in the weights: {why}")
         return state_of([vector.copy() for vector in node.state.vectors])
@@ -193,6 +199,7 @@ class NetworkSide:
 
         `landing`: let a round that is being committed land, too.
         """
+        self._was_cut_off = self._is_cut_off
         self._has_left, self._lands = True, landing
         if self._scope is None:
             return

@@ -346,10 +346,12 @@ class Peer:
         that round.
 
         Returns:
-            `head`: str, the last round and the voters of the next, packed, in hex. `history`: str, the run's genesis
-            and latest rounds, likewise. `run_step`: int, position in the run. `anchor`: (blocks, 64) float32, the
-            weights of the last round in the flat layout, followed by the inner moments if rounds average them.
-            `moments`: list of tensors of that shape, of the outer optimizer. `run`: str, the run's settings in JSON.
+            `genesis`: str, which start of the run it is. `head`: str, the last round and the voters of the next,
+            packed, in hex. `history`: str, the run's genesis and latest rounds, likewise. `run_step`: int, position in
+            the run. `tokens`: int, trained on since our outer gradient was last in a mean. `anchor`: (blocks, 64)
+            float32, the weights of the last round in the flat layout, followed by the inner moments if rounds average
+            them. `moments`: list of tensors of that shape, of the outer optimizer. `run`: str, the run's settings in
+            JSON.
             Tensors are copies on the CPU, owned by the caller.
 
         Raises:

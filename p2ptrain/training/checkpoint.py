@@ -71,10 +71,10 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
             path.rename(had_name)
         for unfinished in out.glob(".checkpoint-*.tmp"):
             shutil.rmtree(unfinished)
-        _set_apart(out, checkpoint.info.get("genesis"))
         building.mkdir(parents=True)
         serial = 1 + max((_serial(path) or 0 for path in checkpoints(out)), default=0)
         _write(building, checkpoint, serial)
+        _set_apart(out, checkpoint.info.get("genesis"))
         if target.exists():  # removed only later: that takes long, and the process may be killed meanwhile
             target.rename(out / f".{target.name}{REPLACED}")
         building.rename(target)
@@ -189,7 +189,8 @@ def _set_apart(out: Path, genesis: str | None) -> None:
     for path in checkpoints(out):
         other = str(_noted(path, lambda content: content["info"]["genesis"]) or "")
         if genesis and other and other != genesis:
-            apart = path.with_name(f"{path.name}-of-{re.sub('[^0-9A-Za-z]', '', other)[:12]}")
+            apart = path.with_name(f"other-start-{re.sub('[^0-9A-Za-z]', '', other)[:12]}-{path.name}")
+            shutil.rmtree(apart, ignore_errors=True)
             path.rename(apart)
             logger.warning("%s is of another start of the run, and is kept as %s", path, apart.name)
 

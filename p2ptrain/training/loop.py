@@ -279,7 +279,7 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
         "peer_id": peer.peer_id,
         "round": peer.round,
         "anchor_hash": peer.anchor_hash,
-        "genesis": own.get("genesis", ""),
+        "genesis": own.get("genesis", ""),  # rank 0 has the peer's part
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     model = whole(trainer.model.state_dict(), trainer.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 from torch import nn
 
 from p2ptrain.errors import NetworkFailedError
@@ -121,19 +123,33 @@ def test_no_state_is_saved_that_a_round_changed_only_in_part(alone: Alone, monke
     assert alone.round_of_state() == 0
 
 
-def test_the_end_of_the_network_thread_is_noticed_and_costs_no_state(alone: Alone) -> None:
-    alone.train_until(lambda: alone.exchange.landing_pending)
-    assert alone.round_of_state() == 0
+@pytest.mark.parametrize("how", ["ends", "is abandoned"])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_end_of_the_network_thread_is_noticed_and_costs_no_state(
+    how: str, leaves: bool, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone.train_until(lambda: alone.exchange.landing_pending and not alone.driver.committer.stepping)
+    assert alone.peer.failure is None
 
     def end() -> None:
         raise SystemExit("a library ends the thread")
 
-    assert alone.peer.failure is None
-    alone.peer._thread.post(end)
-    assert _until(lambda: alone.peer.failure is not None, DEADLINE_S)
-    assert isinstance(alone.peer.failure, NetworkFailedError)
-    alone.peer.step(samples=1)
+    def fail(*args: object) -> None:
+        raise OSError(errno.EBADF, "trio has closed its sockets")
+
+    if how == "ends":
+        alone.peer._thread.post(end)
+        assert _until(lambda: alone.peer.failure is not None, DEADLINE_S)
+    else:
+        monkeypatch.setattr(network_side, "ENDED_S", 0.1)
+        monkeypatch.setattr(trio.lowlevel.TrioToken, "run_sync_soon", fail)
+    if leaves:
+        alone.peer.leave()
     assert alone.round_of_state() == 0
+    assert not alone.exchange.landing_pending
+    if how == "ends" or not leaves:
+        assert isinstance(alone.peer.failure, NetworkFailedError)
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("uploads_end_after", [0, 5])

@@ -279,9 +279,12 @@ def test_checkpoints_of_another_start_of_the_run_are_neither_replaced_nor_remove
     checkpoint.save(tmp_path, of("0-ours", 9))
     for step in (7, 8, 9, 10):
         checkpoint.save(tmp_path, of("0-theirs", step))
-    kept = ["checkpoint-7-of-0ours", "checkpoint-9-of-0ours"]
-    assert _names(tmp_path) == ["checkpoint-10", *kept[:1], "checkpoint-8", "checkpoint-9", *kept[1:]]
+    kept = ["other-start-0ours-checkpoint-7", "other-start-0ours-checkpoint-9"]
+    assert _names(tmp_path) == ["checkpoint-10", "checkpoint-8", "checkpoint-9", *kept]
     assert checkpoint.load(tmp_path / kept[1]).info == {"genesis": "0-ours"}
     newest = checkpoint.load_newest(tmp_path)
     assert newest is not None
     assert (newest.step, newest.info) == (10, {"genesis": "0-theirs"})
+    for start in ("0-ours", "0-theirs"):  # and back again
+        checkpoint.save(tmp_path, of(start, 7))
+    assert kept[0] in _names(tmp_path)

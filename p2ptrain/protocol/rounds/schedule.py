@@ -139,10 +139,10 @@ class Schedule:
             return False
         if is_landing and now - self._head_s < OVERTAKEN_S:
             return True
-        lands_later = any(beat.round == head.round - 1 for beat in self._context.liveness.beats().values())
-        if len(head.voters) == 1 and lands_later and now - self._head_s < MAX_OVERTAKEN_S:
-            # Else the only voter, which has the mean at once, calls again before anybody else can join it.
-            return True
+        if len(head.voters) == 1 and now - self._head_s < MAX_OVERTAKEN_S:
+            # The only voter has the mean at once. Without a wait it calls again before anybody else can join it.
+            if any(beat.round == head.round - 1 for beat in self._context.liveness.beats().values()):
+                return True
         joiners = host.joiners()
         if not joiners:
             return False
@@ -234,10 +234,13 @@ class Schedule:
             self.ignored.note(leader, now, SILENT_LEADER_S)
 
     def passed_over(self, head: Head, now: float) -> set[PeerId]:
-        """The peers whose Calls are ignored now; none if without them no quorum of the voters could hold the round."""
-        ignored = self.ignored.backed_off(now)
-        left = {voter for voter in self._context.liveness.present() if voter[0] not in ignored} if ignored else set()
-        return ignored if is_quorum(left, head.voters) else set()
+        """The peers whose Calls are ignored now, as far as the other voters can hold the round without them."""
+        ignored, left = set[PeerId](), self._context.liveness.present()
+        for peer_id in self.ignored.backed_off(now):
+            others = {voter for voter in left if voter[0] != peer_id}
+            if len(others) == len(left) or is_quorum(others, head.voters):
+                ignored, left = ignored | {peer_id}, others
+        return ignored
 
     def window_s(self) -> float:
         """The joining window of an attempt that we lead: 1.5 × the longest recent delay of a Join, within bounds."""

@@ -115,18 +115,20 @@ def name_of(record: Record, member: Voter, averaging: Averaging) -> bytes | None
 def record_of(
     run: RunConfig,
     head: Head,
-    members: Mapping[PeerId, Join],
+    joins: Mapping[PeerId, Join],
+    members: Sequence[PeerId],
     contributors: Sequence[Contributor],
     conclusion: Conclusion,
 ) -> Record:
     """The decision of a round: the mean, the outer step, and the next interval of each member.
 
     Args:
-        members: all members on the roster, with their Joins.
+        joins: of all peers that joined the attempt.
+        members: those of them that are on the roster.
         contributors: the members in the mean.
         conclusion: the parts of the mean.
     """
-    included = [members[c.peer_id] for c in contributors]
+    included = [joins[c.peer_id] for c in contributors]
     is_at_length = 2 * sum(join.at_length for join in included) >= len(included) and run.total_steps > 0
     # If this round averages one section only, the next one ends the run.
     ends = is_at_length and averages_all(run, head)
@@ -135,7 +137,7 @@ def record_of(
     median_speed = speeds[len(speeds) // 2] if speeds else 0.0
     steps = sorted(join.run_step for join in included)
     run_step = run.total_steps if ends else steps[len(steps) // 2]
-    run_step = min(max(head.run_step, run_step), most_run_step(run, head), _most_accepted(run, head, members))
+    run_step = min(max(head.run_step, run_step), most_run_step(run, head), _most_accepted(run, head, joins))
     optimizer, lr, momentum = outer_settings(run, run_step)
     progress = run_step / run.total_steps if run.total_steps else 0.0
     sync_every = scheduled_interval(run.sync_schedule, run.sync_every, progress)
@@ -153,8 +155,11 @@ def record_of(
         run_step=run_step,
         tokens_total=min(MAX_COUNT, head.tokens_total + sum(join.tokens for join in included)),
         intervals=tuple(
-            (peer_id, min(MOST_INTERVAL * run.sync_every, scaled_interval(sync_every, join.speed, median_speed)))
-            for peer_id, join in members.items()
+            (
+                peer_id,
+                min(MOST_INTERVAL * run.sync_every, scaled_interval(sync_every, joins[peer_id].speed, median_speed)),
+            )
+            for peer_id in members
         ),
         cosine=cosine,
         mean_norm=norm,
@@ -171,14 +176,18 @@ def most_run_step(run: RunConfig, head: Head) -> int:
     return min(furthest, last if averages_all(run, head) else last - 1)
 
 
-def _most_accepted(run: RunConfig, head: Head, members: Mapping[PeerId, Join]) -> int:
-    """The furthest step of the run for which a quorum of the voters is READY, as their Joins say.
+def _most_accepted(run: RunConfig, head: Head, joins: Mapping[PeerId, Join]) -> int:
+    """The furthest step of the run that a quorum of the voters accepts, by the positions in their Joins.
 
-    A slow founder, the only voter of the first round, may be many intervals behind those who joined it.
+    A slow founder, the only voter of the first round, may be many intervals behind those who joined it. If too few
+    voters have joined for a quorum, there is no limit, and no decision.
     """
-    positions = {(peer_id, join.incarnation): join.run_step for peer_id, join in members.items()}
-    steps = sorted((positions.get(voter, 0) for voter in head.voters), reverse=True)
-    return max(head.run_step, steps[len(steps) // 2]) + MOST_AHEAD * run.sync_every
+    positions = {(peer_id, join.incarnation): join.run_step for peer_id, join in joins.items()}
+    steps = sorted((positions[voter] for voter in head.voters if voter in positions), reverse=True)
+    most_behind = len(head.voters) // 2
+    if most_behind >= len(steps):
+        return MAX_COUNT
+    return max(head.run_step, steps[most_behind]) + MOST_AHEAD * run.sync_every
 
 
 def outer_settings(run: RunConfig, run_step: int) -> tuple[str, float, float]:

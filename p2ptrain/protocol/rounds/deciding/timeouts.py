@@ -147,9 +147,10 @@ class PeerBackoff:
         """Whether a peer is passed over now."""
         return now < self._until.get(peer_id, (0.0, 0.0))[0]
 
-    def backed_off(self, now: float) -> set[PeerId]:
-        """Peers that are passed over now."""
-        return {peer_id for peer_id, (until_s, _) in self._until.items() if now < until_s}
+    def backed_off(self, now: float) -> list[PeerId]:
+        """Peers that are passed over now, those that failed most often first."""
+        passed_over = {peer_id: lasts_s for peer_id, (until_s, lasts_s) in self._until.items() if now < until_s}
+        return sorted(passed_over, key=lambda peer_id: -passed_over[peer_id])
 
 
 def allowed_share(sections: int) -> float:

@@ -293,6 +293,8 @@ class Committer:
 
     def _warn_without_weight(self, record: Record) -> None:
         exchange, peer_id = self._context.exchange, self._context.peer_id
+        if self._context.run.round_weights != "tokens":
+            return
         has_weight = any(c.weight for c in record.contributors if c.peer_id == peer_id)
         if not has_weight and not exchange.tokens and exchange.of_interval > 0:
             logger.warning(

@@ -91,7 +91,7 @@ class AveragingLeader:
         Args:
             joins: the Join of each peer, including our own.
         """
-        head, own_state, joined = self._head, self._head.state_hash, list(joins)
+        head, own_state = self._head, self._head.state_hash
         agreed = policy.agreed_state(joins, own_state)
         for peer_id, join in joins.items():
             if join.state_hash != agreed:
@@ -102,23 +102,23 @@ class AveragingLeader:
         if agreed != own_state:
             raise RoundFailedError("this leader's state differs from that of most members")
         struck = self._context.links.strikes.keys() & set(members)
-        avoided = self._context.avoided.backed_off(trio.current_time()) | struck
-        joins = policy.averageable({peer_id: joins[peer_id] for peer_id in members}, avoided)
-        members = list(joins)
-        self._plan = tuple(self._context.averaging.plan(joins, avoided, self._context.grid))
+        avoided = set(self._context.avoided.backed_off(trio.current_time())) | struck
+        drawn = policy.averageable({peer_id: joins[peer_id] for peer_id in members}, avoided)
+        members = list(drawn)
+        self._plan = tuple(self._context.averaging.plan(drawn, avoided, self._context.grid))
         self._sends = policy.parts_of(members, self._plan)
         if self._context.averaging.reduces:
-            weights = policy.weights_of(self._context.run, list(joins.values()))
+            weights = policy.weights_of(self._context.run, list(drawn.values()))
             self._expected = tuple(
                 m.Contributor(member, join.incarnation, weight, b"")
-                for (member, join), weight in zip(joins.items(), weights, strict=True)
+                for (member, join), weight in zip(drawn.items(), weights, strict=True)
             )
         roster = m.Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan, self._expected)
         self._heard_s = dict.fromkeys((part.reducer for part in self._plan), trio.current_time())
-        for peer_id in joined:
+        for peer_id in joins:
             self._events.tell(peer_id, roster)
         included = await self._await_contributions()
-        contributors = self._contributors = self._guarded(joins, included)
+        contributors = self._contributors = self._guarded(drawn, included)
         left = self._parts_left(included)
         if policy.without_roots(contributors) != self._expected:
             self._expected, self._reports = (), {}
@@ -137,7 +137,7 @@ class AveragingLeader:
         # voter of the next round.
         self._averaging.clear()
         self._heard_s.clear()
-        return record_of(self._context.run, head, joins, contributors, conclusion)
+        return record_of(self._context.run, head, joins, members, contributors, conclusion)
 
     async def _await_contributions(self) -> list[PeerId]:
         """Wait until each member is complete at its reducers or excluded, or time is up; return the complete ones.

@@ -257,7 +257,7 @@ def test_the_reducer_of_the_largest_span_is_avoided_however_many_spans_a_part_ha
             member = Participation(context, Attempt(0, "y", "y.1"), HEAD, Any, Any, Any)  # type: ignore[arg-type]
             own = SimpleNamespace(squared_norm=lambda *_: 1.0)
             await member._avoid_largest(record, norms, own)  # type: ignore[arg-type]
-            assert context.avoided.backed_off(trio.current_time()) == {holder}
+            assert context.avoided.backed_off(trio.current_time()) == [holder]
 
     run_virtual(main)
 

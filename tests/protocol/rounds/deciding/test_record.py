@@ -74,21 +74,24 @@ def test_the_run_ends_with_the_round_in_which_half_have_done_all_steps(
     head = Head("0-g", "0-g", 0, "s", "a", voters, 0, 0, None)
     joins = {name: join_of(name, run_step=0, at_length=name in at_end) for name in "abcd"}
     contributors = [Contributor(name, f"{name}.1", 1.0, b"") for name in joins]
-    record = record_of(run, head, joins, contributors, Conclusion((), ((1.0,) * 16,)))
+    record = record_of(run, head, joins, list(joins), contributors, Conclusion((), ((1.0,) * 16,)))
     assert record.run_step == (total_steps if ends else 0)
-    endless = record_of(RunConfig(total_steps=0), head, joins, contributors, Conclusion((), ((1.0,) * 16,)))
+    endless = record_of(
+        RunConfig(total_steps=0), head, joins, list(joins), contributors, Conclusion((), ((1.0,) * 16,))
+    )
     assert endless.run_step == 0
 
 
 @pytest.mark.parametrize(
-    ("voters", "expected"), [("a", 5 + 4 * 10), ("ab", 5 + 4 * 10), ("abc", 300), ("bc", 300), ("x", 3 + 4 * 10)]
+    ("voters", "expected"),
+    [("a", 5 + 4 * 10), ("ab", 5 + 4 * 10), ("abc", 300), ("bc", 300), ("ax", 300), ("abx", 5 + 4 * 10), ("x", 300)],
 )
 def test_a_record_is_no_further_ahead_than_a_quorum_of_the_voters_accepts(voters: str, expected: int) -> None:
     run = RunConfig(total_steps=0, sync_every=10)
     head = Head("0-g", "0-g", 0, "s", "a", tuple((name, f"{name}.1") for name in voters), 3, 0, None)
     joins = {name: join_of(name, run_step=run_step) for name, run_step in (("a", 5), ("b", 300), ("c", 400))}
     contributors = [Contributor(name, f"{name}.1", 1.0, b"") for name in joins]
-    record = record_of(run, head, joins, contributors, Conclusion((), ((1.0,) * 9,)))
+    record = record_of(run, head, joins, list(joins), contributors, Conclusion((), ((1.0,) * 9,)))
     assert record.run_step == expected
 
 
@@ -134,3 +137,12 @@ def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -
     check_roster(msgspec.structs.replace(ROSTER, expected=()))
     with pytest.raises(WireError):
         check_roster(msgspec.structs.replace(ROSTER, **fields))
+
+
+def test_voters_that_joined_but_were_not_drawn_count_for_how_far_a_record_may_go() -> None:
+    run = RunConfig(total_steps=0, sync_every=10, max_contributors=1)
+    head = Head("0-g", "0-g", 0, "s", "a", (("a", "a.1"), ("b", "b.1")), 3, 0, None)
+    joins = {name: join_of(name, run_step=run_step) for name, run_step in (("a", 295), ("b", 300), ("c", 300))}
+    record = record_of(run, head, joins, ["c"], [Contributor("c", "c.1", 1.0, b"")], Conclusion((), ((1.0,),)))
+    assert record.run_step == 300
+    assert [name for name, _ in record.intervals] == ["c"]

@@ -139,10 +139,10 @@ class Schedule:
             return False
         if is_landing and now - self._head_s < OVERTAKEN_S:
             return True
-        if len(head.voters) == 1 and now - self._head_s < MAX_OVERTAKEN_S:
-            # The only voter has the mean at once. Without a wait it calls again before anybody else can join it.
-            if any(beat.round == head.round - 1 for beat in self._context.liveness.beats().values()):
-                return True
+        # The only voter has the mean at once. Without a wait it calls again before anybody else can join it.
+        lands_later = any(beat.round == head.round - 1 for beat in self._context.liveness.beats().values())
+        if len(head.voters) == 1 and lands_later and now - self._head_s < MAX_OVERTAKEN_S:
+            return True
         joiners = host.joiners()
         if not joiners:
             return False

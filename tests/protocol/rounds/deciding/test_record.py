@@ -140,7 +140,7 @@ def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -
 
 
 def test_voters_that_joined_but_were_not_drawn_count_for_how_far_a_record_may_go() -> None:
-    run = RunConfig(total_steps=0, sync_every=10, max_contributors=1)
+    run = RunConfig(total_steps=0, sync_every=10, max_contributors=2)
     head = Head("0-g", "0-g", 0, "s", "a", (("a", "a.1"), ("b", "b.1")), 3, 0, None)
     joins = {name: join_of(name, run_step=run_step) for name, run_step in (("a", 295), ("b", 300), ("c", 300))}
     record = record_of(run, head, joins, ["c"], [Contributor("c", "c.1", 1.0, b"")], Conclusion((), ((1.0,),)))

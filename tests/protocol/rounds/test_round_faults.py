@@ -16,6 +16,8 @@ import trio.testing
 
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.rounds.deciding import policy
+from p2ptrain.protocol.rounds.moving.member import Participation
+from p2ptrain.protocol.rounds.moving.snapshot import OwnContribution
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
 from tests.protocol.swarm import RUN, Swarm, Witness, after, common, kind_of, run_virtual, start_all, swarm, when
@@ -198,3 +200,26 @@ def test_after_a_sleep_of_the_whole_machine_the_run_goes_on_where_it_was(kind: t
             assert {r["lineage"] for p in s.peers.values() for r in p.rounds()} == {lineage}
 
     run_virtual(main)
+
+
+def test_a_voter_without_a_snapshot_says_where_its_training_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record goes no further than a quorum of the voters accepts, so it must not count as at step 0."""
+    joins: list[tuple[bool, int, int]] = []
+    make = Participation._join
+
+    def noted(self: Participation, own: OwnContribution | None) -> messages.Join:
+        join = make(self, own)
+        joins.append((own is None, join.run_step, self._context.exchange.run_step))
+        return join
+
+    monkeypatch.setattr(Participation, "_join", noted)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, 3, 2))
+            s.peers["a"].paused = True
+            await s.until(lambda: any(is_without for is_without, _, _ in joins))
+
+    run_virtual(main)
+    assert all(said == at > 0 for is_without, said, at in joins if is_without)

@@ -110,26 +110,36 @@ def parts_of(members: Sequence[PeerId], plan: Sequence[RosterPart]) -> dict[Peer
     return {member: {i for i, of_part in enumerate(senders) if member in of_part} for member in members}
 
 
-def at_fault(failed: FailedAt, sends: PartsOf, complete: PartsOf, parts: Collection[int]) -> set[int]:
+def at_fault(
+    failed: FailedAt, sends: PartsOf, complete: PartsOf, parts: Collection[int], *, someone: bool = False
+) -> set[int]:
     """The parts whose reducers are at fault, and not the members that they give up.
 
     A reducer is if it gives up at least half of its other senders (at least one) that are complete at most other
-    reducers. The only reducer is if it gives up more than half. If that would be most reducers, none is: the lines
-    between two groups of members may be slow.
+    reducers. The only reducer is if it gives up more than half. If that would be most reducers, those are that give up
+    the most: liars may give up honest members, and withhold from honest reducers.
 
     Args:
         failed: by part, the members that its reducer gives up; parts that are not to be blamed are left out.
         sends, complete: by member, the parts that it sends, and those that have arrived.
         parts: those whose reducers are not gone.
+        someone: whether those that give up the most are at fault if nobody else is.
     """
+    given_up = {
+        part: sum(_is_complete_at_most(parts, part, sends, complete, member) for member in failed[part])
+        for part in parts
+        if part in failed
+    }
 
     def is_at_fault(part: int) -> bool:
-        given_up = [member for member in failed[part] if _is_complete_at_most(parts, part, sends, complete, member)]
         others = sum(part in sent for sent in sends.values()) - 1
-        return 2 * len(given_up) >= max(2, others) and (len(parts) > 1 or 2 * len(given_up) > others)
+        return 2 * given_up[part] >= max(2, others) and (len(parts) > 1 or 2 * given_up[part] > others)
 
-    faulty = {part for part in parts if part in failed and is_at_fault(part)}
-    return faulty if 2 * len(faulty) <= max(2, len(parts)) else set()
+    faulty = set(filter(is_at_fault, given_up))
+    if 2 * len(faulty) > max(2, len(parts)) or (someone and not faulty):
+        most = max(given_up.values(), default=0)
+        return {part for part, count in given_up.items() if count == most > 0}
+    return faulty
 
 
 def _is_complete_at_most(parts: Collection[int], but: int, sends: PartsOf, complete: PartsOf, member: PeerId) -> bool:

@@ -179,15 +179,15 @@ def most_run_step(run: RunConfig, head: Head) -> int:
 def _most_accepted(run: RunConfig, head: Head, joins: Mapping[PeerId, Join]) -> int:
     """The furthest step of the run that a quorum of the voters accepts, by the positions in their Joins.
 
-    A slow founder, the only voter of the first round, may be many intervals behind those who joined it. If too few
-    voters have joined for a quorum, there is no limit, and no decision.
+    A slow founder, the only voter of the first round, may be many intervals behind those who joined it.
     """
     positions = {(peer_id, join.incarnation): join.run_step for peer_id, join in joins.items()}
     steps = sorted((positions[voter] for voter in head.voters if voter in positions), reverse=True)
-    most_behind = len(head.voters) // 2
-    if most_behind >= len(steps):
-        return MAX_COUNT
-    return max(head.run_step, steps[most_behind]) + MOST_AHEAD * run.sync_every
+    if not steps:
+        return MAX_COUNT  # nobody can decide
+    # Half of the voters may be a quorum, if the first one is among them.
+    accepted = steps[min(len(head.voters) // 2, len(steps) - 1)]
+    return max(head.run_step, accepted) + MOST_AHEAD * run.sync_every
 
 
 def outer_settings(run: RunConfig, run_step: int) -> tuple[str, float, float]:

@@ -334,5 +334,7 @@ class Committer:
         parts, until_s = self._context.parts, trio.current_time() + KEEP_ALL_S
         while trio.current_time() < until_s:
             await trio.sleep_until(until_s)
+            if not parts.is_last(record):
+                return
             until_s = parts.asked_s + KEEP_ALL_S
-        parts.trim([self._context.peer_id], record)
+        parts.trim([self._context.peer_id])

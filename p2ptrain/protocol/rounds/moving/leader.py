@@ -142,8 +142,9 @@ class AveragingLeader:
     async def _await_contributions(self) -> list[PeerId]:
         """Wait until each member is complete at its reducers or excluded, or time is up; return the complete ones.
 
-        Reducers that contradict most others are blamed, not the members that they give up; once time is up and most
-        members are incomplete, also those that still wait for members that most others have.
+        Reducers that contradict most others are blamed, not the members that they give up. If most members are
+        incomplete at the end, somebody is: once time is up, also those that still wait for members that most others
+        have.
         """
         sends = self._sends
         complete: dict[PeerId, set[int]] = {member: set() for member in sends}
@@ -179,7 +180,8 @@ class AveragingLeader:
             if reducer != self._context.peer_id:
                 late = {member for member in awaited if part in sends[member] - complete[member]}
                 missing[part] = at | (late - {reducer})
-        for part in sorted(policy.at_fault(missing, sends, complete, self._parts_left(sends))):
+        parts, someone = self._parts_left(sends), 2 * done < len(staying)
+        for part in sorted(policy.at_fault(missing, sends, complete, parts, someone=someone)):
             self.note_gone(self._plan[part].reducer, f"{len(missing[part])} members are not complete there")
         left = self._parts_left(sends)
         excluded = self._gone.keys() | {member for part in left for member in failed_at[part]}

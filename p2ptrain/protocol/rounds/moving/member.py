@@ -362,7 +362,7 @@ class Participation:
             has_snapshot=own is not None,
             tokens=own.snapshot.tokens if own else 0,
             shard_tokens=context.exchange.shard_tokens,
-            run_step=own.snapshot.run_step if own else 0,
+            run_step=own.snapshot.run_step if own else context.exchange.run_step,
             speed=context.exchange.speed,
             rate=max((link.rate_bytes_s for link in links.live.values()), default=0.0),
             linked=tuple(links.live),

@@ -127,13 +127,13 @@ class PartStore:
         self._reduced = kept
         self._forget_unneeded()
 
-    def trim(self, holders: Collection[PeerId], record: Record | None = None) -> None:
-        """Of the last round's parts, keep those of these holders; late members ask them.
+    def is_last(self, record: Record) -> bool:
+        """Whether no other record was committed since."""
+        return record == self._committed
 
-        Args:
-            record: do so only if this is still the last one.
-        """
-        if self._committed is not None and record in (None, self._committed):
+    def trim(self, holders: Collection[PeerId]) -> None:
+        """Of the last round's parts, keep those of these holders; late members ask them."""
+        if self._committed is not None:
             self._kept = [part.digest for part in self._committed.parts if part.holder in holders]
             self._forget_unneeded()
 

@@ -260,9 +260,11 @@ def reports(names: str, *lines: str) -> tuple[dict[int, set[str]], dict[str, set
         (["++++", "++++", "--+-", "---+"], "cd"),
         # Two members send to none of three: nobody's fault but theirs.
         (["+++--", "+++--", "+++--", "+++++", "+++++"], ""),
+        # One liar of three gives up an honest one, and withholds from the other.
+        (["+++", "++-", "--+"], "c"),
         # The line between two groups of the same size: each says so of the other.
-        (["++--", "++--", "--++", "--++"], ""),
-        (["+++---"] * 3 + ["---+++"] * 3, ""),
+        (["++--", "++--", "--++", "--++"], "abcd"),
+        (["+++---"] * 3 + ["---+++"] * 3, "abcdef"),
         # Of a small and a large group, only the small one's.
         (["+++--", "+++--", "+++--", "---++", "---++"], "de"),
     ],
@@ -279,6 +281,16 @@ def test_a_reducer_that_gives_up_half_of_those_who_are_complete_at_most_others_i
     for part in parts:
         others = {p: members for p, members in failed.items() if p != part}
         assert part not in policy.at_fault(others, sends, complete, parts)
+
+
+def test_if_somebody_is_at_fault_those_are_who_give_up_the_most() -> None:
+    """Each liar gives up less than half, and together they give up all honest members."""
+    failed, complete = reports("abcdxy", *["++++++"] * 4, "--++++", "++--++")
+    parts = range(6)
+    sends = {name: set(parts) for name in "abcdxy"}
+    assert policy.at_fault(failed, sends, complete, parts) == set()
+    assert policy.at_fault(failed, sends, complete, parts, someone=True) == {4, 5}
+    assert policy.at_fault({4: {"a"}, 5: set()}, sends, {**complete, "a": set()}, parts, someone=True) == set()
 
 
 def test_a_reducer_is_judged_by_those_who_send_to_it() -> None:

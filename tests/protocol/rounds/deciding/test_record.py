@@ -84,7 +84,15 @@ def test_the_run_ends_with_the_round_in_which_half_have_done_all_steps(
 
 @pytest.mark.parametrize(
     ("voters", "expected"),
-    [("a", 5 + 4 * 10), ("ab", 5 + 4 * 10), ("abc", 300), ("bc", 300), ("ax", 300), ("abx", 5 + 4 * 10), ("x", 300)],
+    [
+        ("a", 5 + 4 * 10),
+        ("ab", 5 + 4 * 10),
+        ("abc", 300),
+        ("bc", 300),
+        ("ax", 5 + 4 * 10),
+        ("abx", 5 + 4 * 10),
+        ("x", 300),
+    ],
 )
 def test_a_record_is_no_further_ahead_than_a_quorum_of_the_voters_accepts(voters: str, expected: int) -> None:
     run = RunConfig(total_steps=0, sync_every=10)

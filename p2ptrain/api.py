@@ -212,7 +212,8 @@ def join(
         raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed")
     if initial_peers is None or (isinstance(initial_peers, str) and initial_peers != "lan"):
         raise ConfigError(
-            f"initial_peers = {shortened(initial_peers)}: must be a list of addresses, or 'lan'; put it in [ ]"
+            f"initial_peers = {shortened(initial_peers)}: must be a list of addresses ([] for none), or 'lan'; put a "
+            "single address in [ ]"
         )
     if not isinstance(sparta, Sparta | None):
         raise ConfigError(f"sparta = {sparta!r}: must be p2ptrain.Sparta(fragment_fraction=…), or left out")

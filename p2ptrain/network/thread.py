@@ -102,7 +102,7 @@ class NetworkThread:
     Attributes:
         failure: the first exception of a task given to `start_soon`, of a callable given to `post`, or that ended the
             thread; None if there was none. Each bug is also logged once.
-        has_stopped: whether it runs nothing any more. It is noticed at the next call, if trio was abandoned.
+        has_stopped: whether the thread runs nothing any more. If trio was abandoned, the next call notices it.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from p2ptrain.protocol.state_sync.transfer import MAX_BUFFERS_BYTES
 
 T = TypeVar("T")
 
-# Besides its name and values, a tensor takes at most so much in a file of safetensors.
+# At most so many bytes describe a tensor in a file of safetensors, besides its name (guess).
 MOST_DESCRIBED_BYTES = 256
 
 # Where `torch.compile` and `checkpoint_wrapper` keep the module that they wrap.
@@ -95,10 +95,10 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             )
         _check_written("buffer", name, buffer)
     described = sum(len(name) + MOST_DESCRIBED_BYTES for name in persistent)
-    num_bytes = described + sum(buffer.numel() * buffer.element_size() for buffer in persistent.values())
-    if num_bytes > MAX_BUFFERS_BYTES:
+    size_bytes = described + sum(buffer.numel() * buffer.element_size() for buffer in persistent.values())
+    if size_bytes > MAX_BUFFERS_BYTES:
         raise ConfigError(
-            f"the model's buffers have {num_bytes / 2**20:,.0f} MiB, and joining peers take at most "
+            f"the model's buffers take {size_bytes / 2**20:,.0f} MiB, and joining peers take at most "
             f"{MAX_BUFFERS_BYTES // 2**20:,}: register those that each peer has already with persistent=False"
         )
     return persistent

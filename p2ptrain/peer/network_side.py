@@ -72,12 +72,13 @@ class NetworkSide:
     @property
     def failure(self) -> Exception | None:
         """Why it has ended for good; None while it runs or is restarted."""
-        if (failure := self._runner.failure or self._network.failure) is None and self._is_cut_off:
-            failure = NetworkFailedError(
-                f"the network thread has ended ({self._thread.failure!r}); training continues alone. Restart this "
-                "peer, and report the traceback in its log"
-            )
-        return failure
+        failure = self._runner.failure or self._network.failure
+        if failure is not None or not self._is_cut_off:
+            return failure
+        why = self._thread.failure or "its event loop failed"
+        return NetworkFailedError(
+            f"the network thread has ended ({why!r}); training continues alone. Restart this peer, and report its log"
+        )
 
     @property
     def _is_cut_off(self) -> bool:

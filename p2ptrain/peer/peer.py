@@ -356,7 +356,8 @@ class Peer:
 
         Raises:
             ConfigError: as `step` does, if a round is landing.
-            TimeoutError: a round takes more than 120 s to change the state, or an error keeps it from the weights.
+            TimeoutError: a round takes more than 120 s to change the state, or an error interrupted that or keeps the
+                round from the weights.
         """
         return self._network_side.state_dict() | {"run": json.dumps(self.run.stated())}
 

@@ -205,7 +205,7 @@ def check_settings(config: Any) -> None:
 def _convert(given: object, kind: type, origin: str, example: float | None) -> Value:
     """Convert to the setting's type, without checking its rule. Flags and variables give text."""
     if kind is tuple:
-        # Flags are tuples. A file's name may contain a space, a multiaddr does not, so one variable can hold several.
+        # Flags are tuples. One text may hold several items, between blanks or commas; a file's name may contain these.
         if isinstance(given, (str, tuple)):
             items = (given,) if isinstance(given, str) else given
             parts = ([item] if os.path.exists(item) else item.replace(",", " ").split() for item in items)

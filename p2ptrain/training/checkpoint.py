@@ -74,7 +74,8 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         building.mkdir(parents=True)
         serial = 1 + max((_serial(path) or 0 for path in checkpoints(out)), default=0)
         _write(building, checkpoint, serial)
-        _set_apart(out, checkpoint.info.get("genesis"))
+        if genesis := checkpoint.info.get("genesis"):
+            _set_apart(out, genesis)
         if target.exists():  # removed only later: that takes long, and the process may be killed meanwhile
             target.rename(out / f".{target.name}{REPLACED}")
         building.rename(target)
@@ -184,24 +185,25 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     return saved
 
 
-def _set_apart(out: Path, genesis: str | None) -> None:
-    """Rename the checkpoints of another start of the run: this one must neither replace nor remove them."""
+def _set_apart(out: Path, genesis: str) -> None:
+    """Rename the checkpoints of another start of the run, so that this one neither replaces nor removes them."""
     for path in checkpoints(out):
-        other = str(_noted(path, lambda content: content["info"]["genesis"]) or "")
-        if genesis and other and other != genesis:
-            apart = path.with_name(f"other-start-{re.sub('[^0-9A-Za-z]', '', other)[:12]}-{path.name}")
-            shutil.rmtree(apart, ignore_errors=True)
-            path.rename(apart)
-            logger.warning("%s is of another start of the run, and is kept as %s", path, apart.name)
+        other = _from_manifest(path, lambda content: str(content["info"]["genesis"]))
+        if not other or other == genesis:
+            continue
+        apart = path.with_name(f"other-start-{re.sub('[^0-9A-Za-z]', '', other)[:12]}-{path.name}")
+        shutil.rmtree(apart, ignore_errors=True)
+        path.rename(apart)
+        logger.warning("%s is of another start of the run, and is kept as %s", path, apart.name)
 
 
 def _serial(path: Path) -> int | None:
     """The serial number of a checkpoint, which grows with each save; None if its manifest is damaged."""
-    return _noted(path, lambda content: int(content.get("serial", 0)))
+    return _from_manifest(path, lambda content: int(content.get("serial", 0)))
 
 
-def _noted(path: Path, read: Callable[[Mapping[str, Any]], T]) -> T | None:
-    """What a manifest notes; None if it does not, or is damaged."""
+def _from_manifest(path: Path, read: Callable[[Mapping[str, Any]], T]) -> T | None:
+    """What `read` takes from a manifest's content; None if it is missing there, or the manifest is damaged."""
     try:
         return read(json.loads((path / MANIFEST).read_bytes())["content"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):

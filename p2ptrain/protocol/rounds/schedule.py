@@ -127,7 +127,8 @@ class Schedule:
         A round changes the state that joiners download. A peer that is alone therefore waits while they make progress.
         A slow joiner must not delay other members: they wait only for one that rounds have overtaken, as it might never
         get the state, and for a voter that has not landed the last round (`is_landing`), whose parts would be gone.
-        With pairwise steps, a peer also waits for peers of another lineage, which follow.
+        The only voter of a round waits for peers that are one round behind. With pairwise steps, a peer also waits for
+        peers of another lineage, which follow.
         """
         exchange, host = self._context.exchange, self._context.host
         if not exchange.round_due:
@@ -139,7 +140,7 @@ class Schedule:
             return False
         if is_landing and now - self._head_s < OVERTAKEN_S:
             return True
-        # The only voter has the mean at once. Without a wait it calls again before anybody else can join it.
+        # The only voter has the mean at once. Without a wait it would call again before anybody else has landed it.
         lands_later = any(beat.round == head.round - 1 for beat in self._context.liveness.beats().values())
         if len(head.voters) == 1 and lands_later and now - self._head_s < MAX_OVERTAKEN_S:
             return True

@@ -31,8 +31,8 @@ from p2ptrain.training.data.text import (
     RECORDS,
     decode,
     is_binary,
-    left_out,
-    not_utf8,
+    left_out_warning,
+    not_utf8_warning,
     prepare_first,
 )
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
@@ -141,16 +141,17 @@ def read_texts(source: str) -> TextFiles:
             if binary:
                 is_packed = any(file.suffix in PACKED for file in binary)
                 hint = f"; for {', '.join(PACKED)} files, {prepare_first(source)}" if is_packed else ""
-                logger.warning("warning: --data %s: %s%s", source, left_out(binary), hint)
+                logger.warning("warning: --data %s: %s%s", source, left_out_warning(binary), hint)
             if not files:
                 raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
             return TextFiles(source, files)
-        check_text(source, path.stat().st_size, free_memory_bytes())
+        size_bytes = path.stat().st_size
+        if path.suffix in PACKED:
+            raise ConfigError(
+                f"--data {source}: {path.suffix} is neither text nor token files; {prepare_first(source)}"
+            )
+        check_text(source, size_bytes, free_memory_bytes())
         with open_file(path) as file:
-            if path.suffix in PACKED:
-                raise ConfigError(
-                    f"--data {source}: {path.suffix} is neither text nor token files; {prepare_first(source)}"
-                )
             content = file.read()
     except FileNotFoundError as error:
         raise ConfigError(f"--data {source}: no such file or directory; give text, or leave it out") from error
@@ -234,7 +235,7 @@ def _decoded(source: str, files: Iterable[tuple[str, bytes]]) -> list[tuple[str,
             places[name] = num_wrong
         texts.append((name, text))
     if places:
-        logger.warning("warning: --data %s: %s", source, not_utf8(places))
+        logger.warning("warning: --data %s: %s", source, not_utf8_warning(places))
     if records := sum(name.endswith(RECORDS) for name, _ in texts):
         logger.warning(
             "warning: --data %s: trains on the raw lines of JSON in %s; to train on the text of one field, %s",

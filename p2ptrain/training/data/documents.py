@@ -21,7 +21,15 @@ import zstandard
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.files import raise_unreadable
-from p2ptrain.training.data.text import COMPRESSED, HOLDS_ZEROS, LOOKED_AT_BYTES, RECORDS, decode, is_binary, left_out
+from p2ptrain.training.data.text import (
+    COMPRESSED,
+    HOLDS_ZEROS,
+    LOOKED_AT_BYTES,
+    RECORDS,
+    decode,
+    is_binary,
+    left_out_warning,
+)
 from p2ptrain.training.hub import is_hub_there, library_errors
 
 UNIT_BYTES = 64 * 2**20
@@ -83,7 +91,7 @@ def find_units(sources: tuple[str, ...], split: str, say: Callable[[str], None])
             if binary := [file for file, kind in kinds.items() if kind is None]:
                 if path.is_file():
                     raise ConfigError(f"{source}: {HOLDS_ZEROS}; else give .txt, .jsonl or .parquet files")
-                say(f"warning: {source}: {left_out(binary)}")
+                say(f"warning: {source}: {left_out_warning(binary)}")
             found = [unit for file, kind in kinds.items() if kind is not None for unit in _units_of(file, kind)]
         else:
             what = "neither a file nor a directory" if path.exists() else "no such file or directory"

@@ -30,7 +30,7 @@ from p2ptrain.settings.files import write_whole
 from p2ptrain.signals import interruptible
 from p2ptrain.training.data.documents import Document, Unit, find_units, read_documents
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, Shard, encoded
-from p2ptrain.training.data.text import not_utf8
+from p2ptrain.training.data.text import not_utf8_warning
 from p2ptrain.training.data.token_files import too_few
 from p2ptrain.training.data.tokenizer import Tokenizer, token_dtype
 from p2ptrain.training.data.tokenizer_file import (
@@ -136,7 +136,7 @@ def prepare(
         _claim(notes, job, out)
         if chosen.file:
             write_whole(out / TOKENIZER_FILE, chosen.file)
-        done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
+        done = _done(notes, len(units))
         if done:
             say(f"continuing: {len(done)} of {len(units)} parts are done")
         try:
@@ -145,7 +145,7 @@ def prepare(
                 tokens = sum(shard.tokens for finished in done.values() for shard in finished.shards)
                 on_progress(Progress(len(done), len(units), tokens))
         except ConfigError:
-            if not any(found.shards for n in range(len(units)) if (found := _note(notes, n)) is not None):
+            if not any(found.shards for found in _done(notes, len(units)).values()):
                 _withdraw(notes, out)
             raise
         in_order = [done[number] for number in range(len(units))]
@@ -166,9 +166,10 @@ def prepare(
             raise ConfigError(f"{', '.join(sources)}: {fault}")
         places = Counter[str]()
         for unit, found in zip(units, in_order, strict=True):
-            places[unit.path] += found.not_utf8
-        if places := +places:
-            say(f"warning: {not_utf8(places)}")
+            if found.not_utf8:
+                places[unit.path] += found.not_utf8
+        if places:
+            say(f"warning: {not_utf8_warning(places)}")
         write_whole(out / META_FILE, encoded(meta))
         shutil.rmtree(notes)
         return Prepared(meta, sum(d.empty for d in in_order), next((d.first_empty for d in in_order if d.empty), ""))
@@ -244,7 +245,7 @@ def _claim(notes: Path, job: Job, out: Path) -> None:
 
 
 def _useless(meta: Meta) -> str | None:
-    """Why nobody can train on these shards, in words; None if one can."""
+    """Why these shards cannot be trained on, in words; None if they can."""
     training = [shard.tokens for shard in meta.shards if shard.split == "train"]
     if not meta.shards:
         return "no document with text was found to train on"
@@ -357,6 +358,11 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 def _is_held_out(text: str, share: float) -> bool:
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
+
+
+def _done(notes: Path, units: int) -> dict[int, Done]:
+    """The parts that are done, by number."""
+    return {number: found for number in range(units) if (found := _note(notes, number)) is not None}
 
 
 def _note(notes: Path, number: int) -> Done | None:

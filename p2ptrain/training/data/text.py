@@ -1,4 +1,4 @@
-"""What is text: bytes become text here, and what is not text is described for the user."""
+"""Decode text, recognise what is not text, and word the warnings about it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 
 from p2ptrain.formatting import count
 
-# Only `p2ptrain data prepare` reads these. A .json file may be text, as in a directory of source code.
+# Lines of JSON, which `--data` reads as plain text. A .json file may be text, as in a directory of source code.
 RECORDS = (".jsonl", ".ndjson")
+# Only `p2ptrain data prepare` reads these.
 COMPRESSED = (".gz", ".zst")
 PACKED = (*COMPRESSED, ".parquet")
-# A zero byte within so many bytes means that a file is not text, as in git.
+# A zero byte among the first so many means that a file is not text, as in git.
 LOOKED_AT_BYTES = 8192
-UTF_16 = "if it is UTF-16, convert it with `iconv -f UTF-16 -t UTF-8`"
-HOLDS_ZEROS = f"holds zero bytes, so it is not UTF-8 text; {UTF_16}"
-# So many kinds of files that are left out are named.
-NAMED_KINDS = 5
+_UTF_16 = "if it is UTF-16, convert it with `iconv -f UTF-16 -t UTF-8`"
+HOLDS_ZEROS = f"holds zero bytes, so it is not UTF-8 text; {_UTF_16}"
+# A warning names at most so many kinds of files.
+_NAMED_KINDS = 5
 _REPLACED = "\N{REPLACEMENT CHARACTER}"  # for bytes that are not UTF-8
 
 
@@ -33,7 +34,7 @@ def is_binary(content: bytes) -> bool:
     return b"\0" in content[:LOOKED_AT_BYTES]
 
 
-def not_utf8(places: Mapping[str, int]) -> str:
+def not_utf8_warning(places: Mapping[str, int]) -> str:
     """A warning of the places that are not UTF-8, by the names of the files that have some; at least one."""
     where = next(iter(places)) + (f" and {count(len(places) - 1, 'other file')}" if len(places) > 1 else "")
     num_wrong = sum(places.values())
@@ -42,13 +43,13 @@ def not_utf8(places: Mapping[str, int]) -> str:
     return f"{found}; convert the text, such as with iconv"
 
 
-def left_out(files: Sequence[Path]) -> str:
+def left_out_warning(files: Sequence[Path]) -> str:
     """A warning of binary files in a directory: how many of which kinds, and why; at least one."""
     kinds = Counter(file.suffix or file.name for file in files).most_common()
-    named = [f"{number:,} {kind}" for kind, number in kinds[:NAMED_KINDS]]
-    shown = ", ".join(named if len(kinds) <= NAMED_KINDS else [*named, "…"])
+    named = [f"{number:,} {kind}" for kind, number in kinds[:_NAMED_KINDS]]
+    shown = ", ".join(named if len(kinds) <= _NAMED_KINDS else [*named, "…"])
     number = count(len(files), "file")
-    return f"left out {number} ({shown}): a file that holds zero bytes is not UTF-8 text; {UTF_16}"
+    return f"left out {number} ({shown}): a file that holds zero bytes is not UTF-8 text; {_UTF_16}"
 
 
 def prepare_first(source: str) -> str:

@@ -111,22 +111,23 @@ def parts_of(members: Sequence[PeerId], plan: Sequence[RosterPart]) -> dict[Peer
 
 
 def at_fault(
-    failed: FailedAt, sends: PartsOf, complete: PartsOf, parts: Collection[int], *, someone: bool = False
+    failed: FailedAt, sends: PartsOf, complete: PartsOf, parts: Collection[int], *, must_blame: bool = False
 ) -> set[int]:
-    """The parts whose reducers are at fault, and not the members that they give up.
+    """The parts whose reducers are at fault, rather than the members that they give up.
 
-    A reducer is if it gives up at least half of its other senders (at least one) that are complete at most other
-    reducers. The only reducer is if it gives up more than half. If that would be most reducers, those are that give up
-    the most: liars may give up honest members, and withhold from honest reducers.
+    A reducer is at fault if it gives up at least half of its other senders (at least one) although they are complete at
+    most other reducers. An only reducer is at fault if it gives up more than half. If this would blame most reducers,
+    only those that give up the most are at fault: liars may also give up honest members, and withhold from honest
+    reducers.
 
     Args:
         failed: by part, the members that its reducer gives up; parts that are not to be blamed are left out.
         sends, complete: by member, the parts that it sends, and those that have arrived.
         parts: those whose reducers are not gone.
-        someone: whether those that give up the most are at fault if nobody else is.
+        must_blame: if no reducer is at fault by this rule, blame those that give up the most.
     """
     given_up = {
-        part: sum(_is_complete_at_most(parts, part, sends, complete, member) for member in failed[part])
+        part: sum(_is_complete_elsewhere(parts, part, sends, complete, member) for member in failed[part])
         for part in parts
         if part in failed
     }
@@ -136,14 +137,14 @@ def at_fault(
         return 2 * given_up[part] >= max(2, others) and (len(parts) > 1 or 2 * given_up[part] > others)
 
     faulty = set(filter(is_at_fault, given_up))
-    if 2 * len(faulty) > max(2, len(parts)) or (someone and not faulty):
+    if 2 * len(faulty) > max(2, len(parts)) or (must_blame and not faulty):
         most = max(given_up.values(), default=0)
         return {part for part, count in given_up.items() if count == most > 0}
     return faulty
 
 
-def _is_complete_at_most(parts: Collection[int], but: int, sends: PartsOf, complete: PartsOf, member: PeerId) -> bool:
-    """Whether most parts that a member sends, except one, have arrived."""
+def _is_complete_elsewhere(parts: Collection[int], but: int, sends: PartsOf, complete: PartsOf, member: PeerId) -> bool:
+    """Whether most parts that a member sends, other than `but`, have arrived."""
     elsewhere = set(parts).intersection(sends[member]) - {but}
     missing = elsewhere.difference(complete[member])
     return not missing or 2 * len(missing) < len(elsewhere)

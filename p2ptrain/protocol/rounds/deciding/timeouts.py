@@ -92,11 +92,11 @@ class Timeouts:
             self._rounds_s.setdefault(self._share, deque(maxlen=ROUNDS)).append(took_s)
 
     def note_unsent(self, sending_s: float) -> None:
-        """An attempt ended after we had been sending for so long, and were not done."""
+        """Record an attempt that ended after we had been sending for this long, unfinished. 0 changes nothing."""
         self.note_timed_out(sending_s / SENDING_SHARE)
 
     def note_round(self, took_s: float) -> None:
-        """Record the duration of a committed round. The waits for senders before it count for less then."""
+        """Record the duration of a committed round. Earlier waits for senders count for less from now on."""
         self._rounds_s.setdefault(self._share, deque(maxlen=ROUNDS)).append(took_s)
         self._longest_s = {sender: FADE * longest for sender, longest in self._longest_s.items() if longest > 0.1}
 

@@ -293,10 +293,9 @@ class Committer:
 
     def _warn_without_weight(self, record: Record) -> None:
         exchange, peer_id = self._context.exchange, self._context.peer_id
-        if self._context.run.round_weights != "tokens":
-            return
         has_weight = any(c.weight for c in record.contributors if c.peer_id == peer_id)
-        if not has_weight and not exchange.tokens and exchange.of_interval > 0:
+        weighs_tokens = self._context.run.round_weights == "tokens"
+        if weighs_tokens and not has_weight and not exchange.tokens and exchange.of_interval > 0:
             logger.warning(
                 "our outer gradient had no weight in round %d, so what this peer learned since the last one is lost: "
                 "its training loop reports no samples, and those of other peers do; pass `samples` to step()",

@@ -143,8 +143,8 @@ class AveragingLeader:
         """Wait until each member is complete at its reducers or excluded, or time is up; return the complete ones.
 
         Reducers that contradict most others are blamed, not the members that they give up. If most members are
-        incomplete at the end, somebody is: once time is up, also those that still wait for members that most others
-        have.
+        incomplete at the end, some reducer is blamed; once time is up, still waiting for a member counts as giving it
+        up.
         """
         sends = self._sends
         complete: dict[PeerId, set[int]] = {member: set() for member in sends}
@@ -174,15 +174,15 @@ class AveragingLeader:
         awaited = staying if timed_out and 2 * done < len(staying) else set[PeerId]()
         for part, members in policy.conflicts_of(self._roots, self._plan, self._context.peer_id).items():
             failed_at[part] |= members
-        missing: dict[int, set[PeerId]] = {}
-        for part, at in failed_at.items():
-            reducer = self._plan[part].reducer
-            if reducer != self._context.peer_id:
-                late = {member for member in awaited if part in sends[member] - complete[member]}
-                missing[part] = at | (late - {reducer})
-        parts, someone = self._parts_left(sends), 2 * done < len(staying)
-        for part in sorted(policy.at_fault(missing, sends, complete, parts, someone=someone)):
-            self.note_gone(self._plan[part].reducer, f"{len(missing[part])} members are not complete there")
+        missing = {
+            number: failed_at[number]
+            | ({member for member in awaited if number in sends[member] - complete[member]} - {part.reducer})
+            for number, part in enumerate(self._plan)
+            if part.reducer != self._context.peer_id
+        }
+        parts, must_blame = self._parts_left(sends), 2 * done < len(staying)
+        for number in sorted(policy.at_fault(missing, sends, complete, parts, must_blame=must_blame)):
+            self.note_gone(self._plan[number].reducer, f"{len(missing[number])} members are not complete there")
         left = self._parts_left(sends)
         excluded = self._gone.keys() | {member for part in left for member in failed_at[part]}
         return policy.included(sends, complete, left, excluded)

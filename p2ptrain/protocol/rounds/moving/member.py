@@ -46,7 +46,6 @@ class Sender:
 
     Attributes:
         num_chunks, num_sent: chunks to send in all, and those sent.
-        began_s: when we began.
     """
 
     def __init__(self, context: RoundContext, roster: Roster, taker: SnapshotTaker, reducer: Reducer | None) -> None:
@@ -60,9 +59,9 @@ class Sender:
         self._parts_left = set(range(len(roster.parts)))
         self.num_chunks = sum(len(self._chunks_of(part)) for part in self._to_send)
         self.num_sent = 0
-        self._to_others = [part for part in self._to_send if roster.parts[part].reducer != context.peer_id]
-        self._unsent = set(self._to_others)
-        self.began_s = trio.current_time()
+        self._others = {part for part in self._to_send if roster.parts[part].reducer != context.peer_id}
+        self._sent = set[int]()
+        self._began_s = trio.current_time()
 
     async def send(self) -> None:
         """Encode our outer gradient and stream each of our parts to its reducer, to all reducers at once.
@@ -88,9 +87,10 @@ class Sender:
             self._sealed.set()
 
     @property
-    def is_slow(self) -> bool:
-        """Whether most other reducers still lack chunks of ours."""
-        return 2 * len(self._unsent) > len(self._to_others)
+    def unsent_s(self) -> float:
+        """How long we have been sending, if we still have chunks for most other reducers; else 0."""
+        unsent = (self._others & self._parts_left) - self._sent
+        return trio.current_time() - self._began_s if 2 * len(unsent) > len(self._others) else 0.0
 
     def _chunks_of(self, number: int) -> list[tuple[int, int]]:
         part = self._roster.parts[number]
@@ -128,9 +128,8 @@ class Sender:
                     # A copy: it may wait in the queue when the outer step overwrites the chunk.
                     await link.send_bulk(message, bytes(encoded[start]), Traffic.ROUND, compress=True)
                 self.num_sent += 1
-            self._unsent.discard(number)
+            self._sent.add(number)
         except PeerLostError:
-            self._unsent.discard(number)
             self._parts_left.remove(number)
             if not context.averaging.is_complete(self._roster.parts, self._parts_left):
                 raise
@@ -187,10 +186,8 @@ class Participation:
 
     @property
     def unsent_s(self) -> float:
-        """How long we have been sending, if most other reducers still lack chunks of ours; else 0."""
-        if self._sender is None or self._fetching or not self._sender.is_slow:
-            return 0.0
-        return trio.current_time() - self._sender.began_s
+        """As of `Sender`; 0 before the roster, and once we fetch the mean."""
+        return 0.0 if self._sender is None or self._fetching else self._sender.unsent_s
 
     def deliver(self, order: Order) -> None:
         """Queue an order of the leader or of the consensus."""

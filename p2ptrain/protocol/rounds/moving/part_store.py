@@ -128,7 +128,7 @@ class PartStore:
         self._forget_unneeded()
 
     def is_last(self, record: Record) -> bool:
-        """Whether no other record was committed since."""
+        """Whether this is the record that was committed last."""
         return record == self._committed
 
     def trim(self, holders: Collection[PeerId]) -> None:

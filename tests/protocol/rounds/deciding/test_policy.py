@@ -289,8 +289,8 @@ def test_if_somebody_is_at_fault_those_are_who_give_up_the_most() -> None:
     parts = range(6)
     sends = {name: set(parts) for name in "abcdxy"}
     assert policy.at_fault(failed, sends, complete, parts) == set()
-    assert policy.at_fault(failed, sends, complete, parts, someone=True) == {4, 5}
-    assert policy.at_fault({4: {"a"}, 5: set()}, sends, {**complete, "a": set()}, parts, someone=True) == set()
+    assert policy.at_fault(failed, sends, complete, parts, must_blame=True) == {4, 5}
+    assert policy.at_fault({4: {"a"}, 5: set()}, sends, {**complete, "a": set()}, parts, must_blame=True) == set()
 
 
 def test_a_reducer_is_judged_by_those_who_send_to_it() -> None:

@@ -86,7 +86,13 @@ def test_only_one_public_address_of_a_peer_is_dialled(peer: Peer) -> None:
         read_peer(peer)
 
 
-@given(st.binary(max_size=64), st.binary(max_size=64))
+@given(
+    st.binary(max_size=64) | st.just(peer_at(LOW, OUTER).id),
+    st.binary(max_size=64)
+    | st.builds(
+        lambda ip, port: Multiaddr(f"/ip4/{ip}/tcp/{port}").to_bytes(), st.ip_addresses(v=4), st.integers(0, 65535)
+    ),
+)
 def test_a_relays_bytes_are_an_address_or_none(peer_id: bytes, address: bytes) -> None:
     try:
         _, (host, port) = read_peer(Peer(id=peer_id, addrs=[address]))

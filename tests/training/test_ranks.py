@@ -34,6 +34,9 @@ def test_a_rank_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(rank: int, group: dist.ProcessGroup) -> str:
         members = Ranks(group)
+        assert members._several is not None
+        assert members._several._sockets is not None
+        members._several._sockets._timeout_s = 0.5
         try:
             with members.lost_ranks_reported():
                 if rank == 1:
@@ -46,6 +49,6 @@ def test_a_rank_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
             is_said.set()
         return ""
 
-    said, silent = on_all_ranks(work, timeout_s=0.5, size=2)
+    said, silent = on_all_ranks(work, size=2)
     assert said.startswith("one of the 2 processes of this peer has not answered within 600 s; start them again")
     assert silent == ""

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -336,8 +337,7 @@ def test_an_event_from_when_a_clock_was_wrong_is_left_out(t: float) -> None:
 
 
 def test_every_kind_is_in_the_documentation() -> None:
-    with open("docs/use/metrics.md", encoding="utf-8") as file:
-        text = file.read()
+    text = (Path(__file__).parents[3] / "docs/use/metrics.md").read_text(encoding="utf-8")
     for name, kind in KINDS.items():
         assert f"| `{name}` |" in text, name
         for key in (*kind.required, *kind.optional):

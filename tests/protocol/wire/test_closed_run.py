@@ -100,9 +100,13 @@ def test_names_and_values_of_the_directory_say_nothing_without_the_key() -> None
 # --- the handshake -----------------------------------------------------------------------------------------------
 
 
-async def two(network: MemoryNetwork, nursery: trio.Nursery, *keys: RunKey | None) -> list[Endpoint]:
+async def two(
+    network: MemoryNetwork, nursery: trio.Nursery, *keys: RunKey | None, run_id: str = "test"
+) -> list[Endpoint]:
     return [
-        await start_endpoint(network, nursery, hello_of(name), chosen="ab", closed=closed_run(key, seed))
+        await start_endpoint(
+            network, nursery, hello_of(name, run_id=run_id), chosen="ab", closed=closed_run(key, seed, run_id)
+        )
         for seed, (name, key) in enumerate(zip("ab", keys, strict=True))
     ]
 
@@ -113,7 +117,7 @@ def test_two_that_have_the_key_are_linked_after_the_proofs(run_id: str) -> None:
         network = MemoryNetwork()
         tap = Tap(network)
         async with trio.open_nursery() as nursery:
-            a, b = await two(network, nursery, KEY, KEY)
+            a, b = await two(network, nursery, KEY, KEY, run_id=run_id)
             await a.links.connect("b", [])
             await until(lambda: b.links.get("a") is not None)
             assert tap.kinds("a")[:3] == ["Challenge", "Proof", "Hello"]

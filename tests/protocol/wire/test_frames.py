@@ -121,8 +121,9 @@ def test_a_hostile_prefix_is_refused_before_anything_is_read(
 
 
 @settings(max_examples=200, derandomize=True)
-@given(data=st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES))
-def test_a_random_prefix_is_refused_or_within_bounds(data: bytes) -> None:
+@given(kind=st.sampled_from(sorted(KINDS)), flags=st.integers(0, 3), sizes=st.tuples(*3 * [st.integers(0, 2**23)]))
+def test_a_random_prefix_is_refused_or_within_bounds(kind: int, flags: int, sizes: tuple[int, int, int]) -> None:
+    data = PREFIX.pack(WIRE_VERSION, kind, flags, *sizes, 0)
     try:
         prefix = decode_prefix(data)
     except WireError:

@@ -164,9 +164,9 @@ def test_a_ticket_in_place_of_a_list_is_not_shown() -> None:
 
 
 def test_no_addresses_are_an_empty_list() -> None:
-    nobody: Any = None
+    addresses: Any = None
     with pytest.raises(ConfigError, match="initial_peers = None: must be a list of addresses"):
-        p2ptrain.join(nn.Linear(2, 2), initial_peers=nobody)
+        p2ptrain.join(nn.Linear(2, 2), initial_peers=addresses)
 
 
 def test_every_setting_of_fragments_and_rounds_can_be_given() -> None:

@@ -68,10 +68,9 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
         history = History(past.genesis, past.entries)
         if not ends_at(history.entries, head):
             raise ValueError("a history that does not lead to its head")
-        if not 0 <= run_step <= MOST_COUNT:
-            raise ValueError(f"run_step = {run_step}")
-        if not 0 <= tokens <= MOST_COUNT:
-            raise ValueError(f"tokens = {tokens}")
+        for name, count in (("run_step", run_step), ("tokens", tokens)):
+            if not 0 <= count <= MOST_COUNT:
+                raise ValueError(f"{name} = {count}")
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, WireError) as error:
         raise ConfigError(
             f"the state to resume from cannot be read ({error!r}); give the result of a peer's state_dict()"

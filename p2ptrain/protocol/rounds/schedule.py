@@ -141,8 +141,11 @@ class Schedule:
         if is_landing and now - self._head_s < OVERTAKEN_S:
             return True
         # The only voter has the mean at once. Without a wait it would call again before anybody else has landed it.
-        lands_later = any(beat.round == head.round - 1 for beat in self._context.liveness.beats().values())
-        if len(head.voters) == 1 and lands_later and now - self._head_s < MAX_OVERTAKEN_S:
+        if (
+            len(head.voters) == 1
+            and now - self._head_s < MAX_OVERTAKEN_S
+            and any(beat.round == head.round - 1 for beat in self._context.liveness.beats().values())
+        ):
             return True
         joiners = host.joiners()
         if not joiners:
@@ -236,8 +239,11 @@ class Schedule:
 
     def passed_over(self, head: Head, now: float) -> set[PeerId]:
         """The peers whose Calls are ignored now, as far as the other voters can hold the round without them."""
+        backed_off = self.ignored.backed_off(now)
+        if not backed_off:
+            return set()  # Checked first, because the rest is slow with many links.
         ignored, left = set[PeerId](), self._context.liveness.present()
-        for peer_id in self.ignored.backed_off(now):
+        for peer_id in backed_off:
             others = {voter for voter in left if voter[0] != peer_id}
             if len(others) == len(left) or is_quorum(others, head.voters):
                 ignored, left = ignored | {peer_id}, others

@@ -393,7 +393,7 @@ def test_who_is_linked_with_one_that_was_not_drawn_follows_rounds_over_its_slow_
     async def main() -> None:
         run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=200, max_contributors=2)
         async with swarm(run, shapes=[("weight", (20 * 1024, 64))]) as s:
-            s.network.connected = lambda a, b: {a, b} <= set("abc") or "c" in (a, b)  # type: ignore[method-assign]
+            monkeypatch.setattr(s.network, "connected", lambda a, b: {a, b} <= set("abc") or "c" in (a, b))
             start_all(s, "abcdef", step_s=1.0)
             for name in "abcdef":
                 driver = s.peers[name].node.driver
@@ -401,10 +401,10 @@ def test_who_is_linked_with_one_that_was_not_drawn_follows_rounds_over_its_slow_
                 def lead(*args: Any, lead: Callable[..., Lead] = driver._schedule.lead) -> Lead:
                     return dataclasses.replace(lead(*args), called=("a", "b"))
 
-                driver._schedule.lead = lead  # type: ignore[method-assign]
+                monkeypatch.setattr(driver._schedule, "lead", lead)
                 if name not in "ab":
-                    driver._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
-                    driver._lineage_watch.is_our_turn = lambda *args, **how: False  # type: ignore[method-assign]
+                    monkeypatch.setattr(driver._schedule, "is_ours_to_lead", lambda *args: False)
+                    monkeypatch.setattr(driver._lineage_watch, "is_our_turn", lambda *args, **how: False)
             await s.until_joined()
             size = s.peers["a"].node.driver.context.codec.size_bytes(s.peers["a"].node.state.num_blocks)
             s.network.narrow("c", size / 20)

@@ -146,7 +146,7 @@ def test_who_got_no_part_of_its_reducer_gets_it_of_others_during_the_next_round(
             assert a.node.driver.head.round < round_
             await s.until(lambda: bool(replaced) or a.rounds("committed")[-1]["round"] == round_)
             assert not replaced
-            # However late somebody is, once nobody asks.
+            # Once no member has asked for a while, the parts go, however late one is.
             await trio.sleep_until(landed + 2 * KEEP_ALL_S)
             for name, store in stores.items():
                 record = s.peers[name].node.driver.head.record

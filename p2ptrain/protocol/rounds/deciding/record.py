@@ -184,7 +184,7 @@ def _most_accepted(run: RunConfig, head: Head, joins: Mapping[PeerId, Join]) -> 
     positions = {(peer_id, join.incarnation): join.run_step for peer_id, join in joins.items()}
     steps = sorted((positions[voter] for voter in head.voters if voter in positions), reverse=True)
     if not steps:
-        return MAX_COUNT  # nobody can decide
+        return MAX_COUNT  # no voter has joined, so the round is not decided
     # Half of the voters may be a quorum, if the first one is among them.
     accepted = steps[min(len(head.voters) // 2, len(steps) - 1)]
     return max(head.run_step, accepted) + MOST_AHEAD * run.sync_every

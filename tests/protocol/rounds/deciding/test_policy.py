@@ -258,7 +258,7 @@ def reports(names: str, *lines: str) -> tuple[dict[int, set[str]], dict[str, set
         (["+" * 7] * 4 + ["----+--", "-----+-", "------+"], "efg"),
         # So does half of the reducers, and the others contradict.
         (["++++", "++++", "--+-", "---+"], "cd"),
-        # Two members send to none of three: nobody's fault but theirs.
+        # Two members send to none of three: they are at fault, and no reducer is.
         (["+++--", "+++--", "+++--", "+++++", "+++++"], ""),
         # One liar of three gives up an honest one, and withholds from the other.
         (["+++", "++-", "--+"], "c"),

@@ -62,7 +62,7 @@ def demos() -> Iterator[list[Demo]]:
 
 def test_two_peers_train_lose_one_and_gain_one(tmp_path: Path, demos: list[Demo]) -> None:
     out = tmp_path / "demo"
-    demo = Demo(out, "--minutes", "0.25", "--seed", "3")
+    demo = Demo(out, "--minutes", "0.6", "--seed", "3")
     demos.append(demo)
     text = "".join(demo.lines())
     assert demo.process.wait() == 0, text

@@ -89,7 +89,7 @@ def test_everything_works_again_with_another_daemon(run: Run) -> None:
             assert (network.peer_id, network.maddrs, network.failure) == (peer_id, maddrs, None)
             await opened(network, other)
             await opened(other, network)
-            assert await network.directory.announce("run", b"here", 10.0)
+            assert await network.directory.announce("run", b"here", 60.0)
             await found(other, "run", {network.peer_id: b"here"})
 
     run(main)
@@ -118,7 +118,7 @@ def test_one_without_initial_peers_comes_back_through_those_who_dial_it(run: Run
             os.kill(pid, signal.SIGKILL)
             await seen.until("died", "restarted")
             await opened(second, first)
-            assert await second.directory.announce("run", b"second", 10.0)
+            assert await second.directory.announce("run", b"second", 60.0)
             await found(first, "run", {second.peer_id: b"second"})
 
     run(main)

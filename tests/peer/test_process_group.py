@@ -39,7 +39,8 @@ class Group:
         self.held.clear()
 
 
-def test_settled_is_when_the_group_holds_no_tensor_any_more() -> None:
+def test_settled_is_when_the_group_holds_no_tensor_any_more(monkeypatch: Any) -> None:
+    monkeypatch.setattr("p2ptrain.peer.process_group.SETTLE_TIMEOUT_S", 60.0)
     group: Any = Group()
     ranks = ProcessGroup(cast(dist.ProcessGroup, group), torch.device("cpu"))
     weights = torch.ones(3)

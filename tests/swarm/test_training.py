@@ -74,14 +74,14 @@ def test_a_bootstrap_node_brings_peers_together_and_is_not_needed_after_that(swa
 
 def test_a_run_with_a_length_ends_by_itself(swarm: Swarm) -> None:
     # Large batches, and room for the second: the run must not be over before it has started.
-    first = swarm.start("p2ptrain join --steps 600 --sync-every 100 --batch-tokens 512")
+    first = swarm.start("p2ptrain join --steps 1200 --sync-every 200 --batch-tokens 512")
     swarm.until_ready(first)
     second = swarm.start(f"p2ptrain join --initial-peers {first.addresses} --batch-tokens 512")
     swarm.until(lambda: second.events("step"))
     for peer in (first, second):
         assert peer.wait() == 0, swarm.report()
         assert peer.events("stop")[-1]["reason"] == "finished"
-        assert "finished at step 600" in peer.output
+        assert "finished at step 1200" in peer.output
     assert_anchors_agree(first, second)
 
 

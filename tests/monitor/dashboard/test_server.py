@@ -263,7 +263,7 @@ def test_when_all_places_are_taken_by_requests_new_connections_are_closed(
 
 @pytest.mark.parametrize("after_a_request", [False, True])
 def test_a_request_has_a_deadline(page: str, monkeypatch: pytest.MonkeyPatch, after_a_request: bool) -> None:
-    monkeypatch.setattr("p2ptrain.monitor.dashboard.server.REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("p2ptrain.monitor.dashboard.server.REQUEST_TIMEOUT_S", 2.0)
     watching = http.client.HTTPConnection(urlsplit(page).netloc, timeout=20)
     watching.request("GET", "/api/state")
     events = watching.getresponse()

@@ -15,6 +15,10 @@ FEWEST_ROUNDS = 3
 FEWEST_TOPK_ROUNDS = 50
 # Usual rates of AdamW are from 0.00001 to 0.01; a larger one may be meant for SGD, or be a slip.
 HIGHEST_LR = 0.1
+OF_FRAGMENTS = (
+    "fragment_selection", "fragment_codec", "fragment_schedule", "fragment_delay", "max_staleness", "topology",
+    "fan_out",
+)  # fmt: skip
 
 
 def unusual(run: RunConfig) -> Iterator[str]:
@@ -40,6 +44,22 @@ def unusual(run: RunConfig) -> Iterator[str]:
     if run.lr > HIGHEST_LR:
         usual = model_defaults(run.model).lr
         yield f"the learning rate {run.lr:g} is above {HIGHEST_LR}, too high for AdamW: give --lr {usual:g} or less"
+    yield from _without_effect(run)
+
+
+def _without_effect(run: RunConfig) -> Iterator[str]:
+    """Yield one line for each setting that is not at its default and that nothing reads."""
+    usual = RunConfig()
+    for names, has_effect, needed in (
+        (OF_FRAGMENTS, run.fragment_fraction > 0, "--fragment-fraction above 0"),
+        (("fan_out",), run.topology in ("push", "groups"), "--topology push or groups"),
+        (("round_density",), run.round_codec == "topk", "--round-codec topk"),
+        (("outer_momentum",), run.outer_optimizer != "sgd", "an --outer-optimizer other than sgd"),
+        (("sharding",), run.num_shards > 0, "--num-shards above 0"),
+    ):
+        for name in names:
+            if not has_effect and (value := getattr(run, name)) != getattr(usual, name):
+                yield f"--{name.replace('_', '-')} {value} has no effect: it needs {needed}"
 
 
 def _at_most(number: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, TransientError
 
 HUB_TIMEOUT_S = 10.0
 
@@ -29,6 +29,7 @@ def is_hub_there() -> bool:
 def library_errors(what: str, fix: str) -> Iterator[None]:
     """Raise ConfigError with the first line of any exception of this block. These libraries raise anything.
 
+    A ConnectionError becomes a TransientError.
     Tokenizers panic at many kinds of odd files, which another peer may have sent, and at texts that take a regular
     expression too many tries; a panic is no `Exception`.
     """
@@ -37,7 +38,8 @@ def library_errors(what: str, fix: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ConfigError(f"{what} ({first_line(error)}); {fix}") from error
+        kind = TransientError if isinstance(error, ConnectionError) else ConfigError
+        raise kind(f"{what} ({first_line(error)}); {fix}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -40,6 +40,20 @@ def test_no_model_and_no_preset_is_unusual_by_its_defaults() -> None:
             "with Muon inside, topk learns less than int4 and int2: give --round-codec int4",
         ),
         ({"lr": "0.2"}, "the learning rate 0.2 is above 0.1, too high for AdamW: give --lr 0.0006 or less"),
+        (
+            {"fragment_fraction": "0", "fragment_codec": "fp16"},
+            "--fragment-codec fp16 has no effect: it needs --fragment-fraction above 0",
+        ),
+        (
+            {"topology": "pairs", "fan_out": "2"},
+            "--fan-out 2 has no effect: it needs --topology push or groups",
+        ),
+        ({"round_density": "0.1"}, "--round-density 0.1 has no effect: it needs --round-codec topk"),
+        (
+            {"outer_optimizer": "sgd", "outer_momentum": "0.9"},
+            "--outer-momentum 0.9 has no effect: it needs an --outer-optimizer other than sgd",
+        ),
+        ({"sharding": "clusters"}, "--sharding clusters has no effect: it needs --num-shards above 0"),
     ],
 )
 def test_unusual_settings_are_reported_with_their_numbers_and_a_fix(flags: dict[str, str], line: str) -> None:

@@ -98,10 +98,16 @@ def _building(name: str) -> AbstractContextManager[None]:
 def _config(name: str) -> tuple[Any, bool]:
     """The model's configuration, and whether only this machine is read: a directory, or the cache without the hub."""
     kind, path = _transformers().AutoConfig, _path(name)
-    is_local = Path(path).is_dir() or not is_hub_there()
+    is_dir = Path(path).is_dir()
+    is_local = is_dir or not is_hub_there()
     fix = f"give {PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
     with library_errors(f"--model {name}: has no configuration that transformers can use", fix):
-        return kind.from_pretrained(path, trust_remote_code=False, local_files_only=is_local), is_local
+        try:
+            return kind.from_pretrained(path, trust_remote_code=False, local_files_only=is_local), is_local
+        except OSError as error:
+            if is_local and not is_dir:
+                raise ConnectionError("the hub does not answer, and it is not in the cache") from error
+            raise
 
 
 def _path(name: str) -> str:

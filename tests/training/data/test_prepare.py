@@ -22,7 +22,7 @@ import zstandard
 from click.testing import CliRunner
 
 from p2ptrain.cli.main import cli
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.training.data import documents, prepare
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.documents import find_units, read_documents
@@ -147,7 +147,7 @@ def test_a_dataset_of_the_hub_is_streamed_in_shards(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(documents, "is_hub_there", lambda: False)
     with pytest.raises(
-        ConfigError,
+        TransientError,
         match=r"hub:name:part, split train: cannot be loaded \(the hub does not answer\); check the name, --split and "
         r"the connection",
     ):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.training.data import tokenizer_file
 from p2ptrain.training.data.tokenizer import Bytes, Characters, Ids, token_dtype
 from p2ptrain.training.data.tokenizer_file import (
@@ -116,18 +116,25 @@ def test_a_hub_that_does_not_have_it_is_named(monkeypatch: pytest.MonkeyPatch) -
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     monkeypatch.setattr(tokenizer_file, "is_hub_there", lambda: True)
-    for error, reason in (
-        (LocalEntryNotFoundError("a long text"), "the hub cannot be reached, and it is not in the cache"),
-        (OSError("disk full\nand more"), "disk full"),
-        (OSError(), "OSError"),
+    for error, reason, kind in (
+        (
+            LocalEntryNotFoundError("a long text"),
+            "the hub cannot be reached, and it is not in the cache",
+            TransientError,
+        ),
+        (OSError("disk full\nand more"), "disk full", ConfigError),
+        (OSError(), "OSError", ConfigError),
     ):
 
         def fail(*names: str, local_files_only: bool, error: Exception = error) -> str:
             raise error
 
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-        with pytest.raises(ConfigError, match=rf"--tokenizer hub:a/b: no tokenizer.json found \({reason}\); check the"):
+        with pytest.raises(
+            ConfigError, match=rf"--tokenizer hub:a/b: no tokenizer.json found \({reason}\); check the"
+        ) as raised:
             find_tokenizer("hub:a/b")
+        assert raised.type is kind
     monkeypatch.undo()
     monkeypatch.setattr(tokenizer_file, "is_hub_there", lambda: True)
     with pytest.raises(ConfigError, match=r"hub:not a name"):

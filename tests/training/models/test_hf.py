@@ -9,11 +9,11 @@ import pytest
 import tokenizers
 import torch
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.training.data.tokenizer import Characters
 from p2ptrain.training.export import export
 from p2ptrain.training.generation import load_model
-from p2ptrain.training.models import GPT, GPTConfig, build, check_name, context_length, count_parameters
+from p2ptrain.training.models import GPT, GPTConfig, build, check_name, context_length, count_parameters, hf
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,6 +50,12 @@ def test_only_causal_models_are_trained(tmp_path: Path, is_decoder: bool) -> Non
         return
     with pytest.raises(ConfigError, match=r"depend on later tokens; it must be causal .transformers: is_de"):
         build(f"hf:{tmp_path}", vocab_size=98, seed=1)
+
+
+def test_a_hub_that_does_not_answer_may_do_so_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "is_hub_there", lambda: False)
+    with pytest.raises(TransientError, match=r"no configuration that transformers can use \(the hub does not answer"):
+        build("hf:p2ptrain-tests/no-such-model", vocab_size=98, seed=1)
 
 
 def test_pretrained_weights_are_those_of_the_directory(saved: Path) -> None:

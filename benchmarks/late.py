@@ -44,6 +44,10 @@ USUAL = 3
 # A rate of AdamW that is not too low.
 FASTER = 1.2e-2
 SECTIONS, LARGER = "5 sections in turn", "outer 1.0 / 0.6"
+# Each optimizer with its best rate of those tried.
+TUNED = (("muon", None), ("adamw", FASTER))
+# A long run, and how many of its steps fit into its time if peers wait 20 steps for each round after 25.
+LONG, WAITING = 2000, 2000 * 25 // 45
 # For peers that are late by different times: rules that use each peer's own, and those that did best.
 SPREAD = ("add", SECTIONS, "dc-asgd 0.1", "damped 0.75", "heloco", "net", "mix 0.5", LARGER)
 
@@ -97,8 +101,8 @@ def cells(grid: str) -> Iterator[Cell]:
 
 def _in_other_settings(seed: int) -> Iterator[Cell]:
     """AdamW with larger rates, peers as far apart as with a late round, an end that is soon after each landing, int2
-    with a larger outer step, sections that are as late as the whole, longer intervals in longer runs, and peers that
-    are late by different times."""
+    with a larger outer step, sections that are as late as the whole, longer intervals in longer runs, peers that are
+    late by different times, and long runs beside one peer alone, data parallel, and peers that wait."""
     cell = functools.partial(Cell, "late", peers=4, shards="iid", seed=seed)
     for lr, rule, delay in itertools.product((6e-3, FASTER), ("add", SECTIONS, LARGER), (0, 20)):
         yield cell(rule, delay, "adamw", lr=lr)
@@ -108,12 +112,19 @@ def _in_other_settings(seed: int) -> Iterator[Cell]:
     for sync_every, rule in itertools.product((25, 10), ("add", LARGER)):
         yield cell(rule, 0, "adamw", codec="int2", sync_every=sync_every)
     yield cell(SECTIONS, 100, "muon")
-    for sync_every, delay in itertools.product((25, 50, 100, 200), (20, 0)):
-        yield cell("add", delay, "muon", sync_every=sync_every, steps=2000)
-    for rule, (optimizer, rate) in itertools.product(SPREAD, (("muon", None), ("adamw", FASTER))):
+    for sync_every, delay in itertools.product((50, 100, 200), (20, 0)):
+        yield cell("add", delay, "muon", sync_every=sync_every, steps=LONG)
+    for rule, (optimizer, rate) in itertools.product(SPREAD, TUNED):
         yield cell(rule, 20, optimizer, lr=rate, spread=True)
         if rule == "add":
             yield cell(rule, 10, optimizer, lr=rate)
+    for optimizer, rate in TUNED:
+        tuned = functools.partial(cell, optimizer=optimizer, lr=rate)
+        for rule, delay in itertools.product(("add", SECTIONS), (20, 0)):
+            yield tuned(rule, delay, steps=LONG)
+        yield tuned("add", 0, steps=WAITING)
+        for batch_size in (None, 4 * Setup.batch_size):
+            yield tuned("add", 0, peers=1, sync_every=LONG, steps=LONG, batch_size=batch_size)
 
 
 def read_results(path: Path) -> dict[Cell, Result]:
@@ -187,19 +198,20 @@ def _setting(row: Result) -> tuple[str, ...]:
     """What the runs of one table share: peers, shards and optimizer, and all that differs from the usual setting."""
     usual = Cell("late", "add", 0, "adamw", 4, "iid", 0)
     return (
-        f"{row['peers']} peers", row["shards"], row["optimizer"],
+        f"{row['peers']} peers" if row["peers"] > 1 else "1 peer", row["shards"], row["optimizer"],
         *([] if row["codec"] == usual.codec else [row["codec"]]),
         *([] if row["sync_every"] == usual.sync_every else [f"H = {row['sync_every']}"]),
         *([] if row["lr"] is None else [f"lr {row['lr']:g}"]),
         *([] if row["steps"] is None else [f"{row['steps']} steps"]),
         *([] if row["delay"] <= row["sync_every"] else ["a section as late as the whole"]),
         *(["peers late by 0 to d"] if row["spread"] else []),
+        *([] if row["batch_size"] is None else [f"batch {row['batch_size']}"]),
     )  # fmt: skip
 
 
 def _bytes_table(results: dict[Cell, Result]) -> str:
-    usual = {Cell("late", "add", 0, optimizer, 4, "iid", seed) for optimizer in OPTIMIZERS for seed in SEEDS}
-    rows = [row for cell, row in results.items() if cell.grid == "bytes" or cell in usual]
+    found = {dataclasses.replace(cell, grid="bytes"): row for cell, row in results.items() if _is_usual(cell)}
+    rows = [*(found | {cell: row for cell, row in results.items() if cell.grid == "bytes"}).values()]
     lines = []
     for lr, name, interval in itertools.product((None, FASTER), CODECS, sorted(INTERVALS)):
         of = [row for row in rows if (row["lr"], row["codec"], row["sync_every"]) == (lr, name, interval)]
@@ -213,6 +225,12 @@ def _bytes_table(results: dict[Cell, Result]) -> str:
                 line[optimizer] = _shown([row["loss"] for row in of if row["optimizer"] == optimizer])
             lines.append(line)
     return _markdown(lines)
+
+
+def _is_usual(cell: Cell) -> bool:
+    """Whether a run of the other grid belongs to both: `add` on time, with int4 and H = 25."""
+    rates = (None, FASTER) if cell.optimizer == "adamw" else (None,)
+    return any(cell == Cell("late", "add", 0, cell.optimizer, 4, "iid", cell.seed, lr=rate) for rate in rates)
 
 
 def _markdown(lines: Sequence[dict[str, str]]) -> str:

@@ -9,6 +9,9 @@ again.
 What `add` counts twice is more subtle: A′ is ahead of mean(s) by u = A′ − mean(s), steps that the outer momentum
 expects; p, made without u, takes these steps as well. `net` leaves them out, which was worse in a first run.
 
+Rules named after a paper are adapted to one round of all peers that is under way, before the next one begins: no outer
+step comes between a snapshot and its landing. The papers on stale outer gradients are about those that do come.
+
 All functions are pure, and vectors flat float32. A′ includes what the codec did not send of the peer's own gradient
 (`unsent`). Not here: generalized primal averaging (arXiv 2512.17131), which has no rounds, so nothing lands.
 """
@@ -33,8 +36,8 @@ TINY = 1e-12
 # Larger outer steps: in first runs, all that makes steps smaller made late rounds worse. The last three are the outer
 # steps of `milder`, `less momentum` and `cgad nesterov` for 20 of 25 steps: on time, they show what is not the delay's.
 FIXED = ((1.0, 0.6), (1.4, 0.6), (1.0, 0.8), (0.7, 0.8), (0.42, 0.6), (0.7, 0.12), (0.31, 0.6))
-# HeLoCo's constants: guesses, as we know the formula only.
-KEEP, SHRINK, MOST_SHRINK, TURN, KAPPA = 0.5, 1.0, 1.0, 0.5, 0.5
+# HeLoCo's constants, as others that wrote it have them; κ is for our momentum, which is a sum and no average.
+KEEP, SHRINK, MOST_SHRINK, TURN, KAPPA = 0.2, 0.5, 0.5, 1.0, 3.0 * (1 - MOMENTUM)
 # CGAD's decay and cut-off, in rounds (guesses).
 DECAY, CUT_OFF = 0.5, 2.0
 
@@ -98,7 +101,7 @@ class Prediction:
 
 
 def add(landing: Landing) -> Array:
-    """The project's rule, θ ← A′ + p."""
+    """The project's rule, θ ← A′ + p. With a plain mean, that of CoCoD-SGD (arXiv 1906.12043)."""
     return landing.target + landing.progress
 
 
@@ -118,7 +121,7 @@ def mixed(landing: Landing, alpha: float) -> Array:
 
 
 def delay_compensated(landing: Landing, strength: float) -> Array:
-    """DC-ASGD (arXiv 1609.08326): adds λ g ⊙ g ⊙ (θ_now − θ_then) to gradients that are late.
+    """After DC-ASGD (arXiv 1609.08326): adds λ g ⊙ g ⊙ (θ_now − θ_then) to gradients that are late.
 
     Here −p takes the gradients' place; it is late by the landing's shift, A′ − begun. λ is relative to the mean square
     of each tensor, so that it has no unit: p ← p − λ (p ÷ rms p)² ⊙ shift, with a factor of the shift of 1 at most.
@@ -150,7 +153,9 @@ def net(landing: Landing, share: float = 1.0) -> Array:
 
 
 def look_ahead(prediction: Prediction, share: float = 1.0) -> Array:
-    """Momentum look-ahead (Ajanthan et al., MCDC at ICLR 2025): train on from the anchor extrapolated by the momentum.
+    """After momentum look-ahead (Ajanthan et al., MCDC at ICLR 2025): train on from the anchor moved by the momentum.
+
+    Theirs goes η μ (1 − μ) m from an anchor that has this worker's own gradient, ours η m from one without it.
 
     With ĝ = (1 − μ) m, that of a steady descent, Nesterov's step leads to A − η m: the same point for all peers. When
     the round lands, the guess is corrected: θ ← A′ + (θ − guess). `share`: how far to go there from s.
@@ -167,7 +172,8 @@ def own_step(prediction: Prediction) -> Array:
 def eager(prediction: Prediction, share: float = 1.0) -> Array:
     """Eager updates (arXiv 2502.12996): until the round lands, the mean of the last one with one's own part renewed.
 
-    ĝ = ḡ' + (g − g') ÷ k, with ′ for the round before. `share`: how far to go there from s (ours).
+    ĝ = ḡ' + (g − g') ÷ k, with ′ for the round before. In the paper the delay is a whole interval, and the guess is the
+    outer step itself, so nothing lands later. `share`: how far to go there from s (ours).
     """
     fresh = (prediction.sent - prediction.sent_before) / np.float32(prediction.peers)
     guess = prediction.step_from(prediction.mean_before + fresh)
@@ -188,9 +194,9 @@ def heloco(mean: Array, moments: Sequence[Array], tensors: Sequence[slice], late
 
     - c ≥ `KEEP`: keep ḡ.
     - c < 0: ḡ − β c ‖ḡ‖ m̂ with β = min(k (−c) conf, β_max), conf = ‖ḡ‖ ÷ (‖ḡ‖ + κ ‖m‖).
-    - else turn ḡ towards m by λ = `TURN` (1 − c) conf, with its norm kept; our reading of the strength.
+    - else turn ḡ towards m by λ = min(`TURN` (1 − c) conf, 1), with its norm kept.
 
-    The paper corrects each worker's gradient, this one the mean.
+    The paper corrects each worker's gradient, by a momentum that has taken outer steps since; this one the mean.
     """
     corrected = mean.copy()
     for tensor in tensors:
@@ -204,16 +210,17 @@ def heloco(mean: Array, moments: Sequence[Array], tensors: Sequence[slice], late
             beta = min(SHRINK * -cosine * confidence, MOST_SHRINK)
             g -= np.float32(beta * cosine * g_norm / m_norm) * m
         elif cosine < KEEP:
-            turn = TURN * (1 - cosine) * confidence
+            turn = min(TURN * (1 - cosine) * confidence, 1.0)
             turned = (1 - turn) / g_norm * g + turn / m_norm * m
             g[:] = turned * (g_norm / max(float(np.linalg.norm(turned)), TINY))
     return corrected
 
 
 def aged(mean: Array, moments: Sequence[Array], tensors: Sequence[slice], lateness: float) -> Array:
-    """CGAD (arXiv 2605.09126): ḡ e^(−ατ) ½ (1 + cos(π τ ÷ τ_c)), 0 from τ_c on; τ is the delay in rounds.
+    """The factor of CGAD (arXiv 2605.09126): ḡ e^(−ατ) ½ (1 + cos(π τ ÷ τ_c)), 0 from τ_c on; τ is the delay in rounds.
 
-    The paper weights gradients of different ages against each other. Here all are equally late.
+    The paper weights gradients of different ages, in outer rounds, against each other. Here all are equally late, by
+    less than a round.
     """
     gate = 0.5 * (1 + math.cos(math.pi * min(lateness / CUT_OFF, 1)))
     return np.float32(gate * math.exp(-DECAY * lateness)) * mean

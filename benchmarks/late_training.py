@@ -49,6 +49,8 @@ Coder = Callable[[Array], tuple[Array, int]]
 class Cell:
     """One run. `delay` and `sync_every` are inner steps; `shards` is RunConfig's `sharding`; None: the setup's.
 
+    One peer with `sync_every` of all steps trains alone, and as data parallel with the batch of all peers.
+
     `spread`: the first peer is on time, the last one late by `delay`, the others in between.
     """
 
@@ -64,6 +66,7 @@ class Cell:
     lr: float | None = None
     steps: int | None = None
     spread: bool = False
+    batch_size: int | None = None
 
     @property
     def delays(self) -> list[int]:
@@ -227,9 +230,12 @@ def simulate(cell: Cell, corpus: Corpus, partition: Partition | None, setup: Set
             vocab_size=Characters.vocab_size, layers=setup.layers, heads=4, width=setup.width, context=CONTEXT
         )
         windows = RandomWindows(
-            corpus.training, context=CONTEXT, batch_size=setup.batch_size, seed=1000 * cell.seed + number,
+            corpus.training,
+            context=CONTEXT,
+            batch_size=cell.batch_size or setup.batch_size,
+            seed=1000 * cell.seed + number,
             spans=partition.spans(number) if partition else None,
-        )  # fmt: skip
+        )
         peers.append(Peer(GPT(shape), windows, run))
     rule, tensors = RULES[cell.rule], peers[0].tensors
     is_sparse, is_topk = cell.codec.startswith("sparse"), cell.codec == "topk"

@@ -336,10 +336,11 @@ class Links:
     def _identity_refusal(self, peer_id: PeerId, hello: Hello) -> str | None:
         """Why this process of a peer is refused beside the one that is linked; None if it is not. Warns once."""
         link = self.live.get(peer_id)
-        linked = None if link is None else link.hello
-        if linked is None or linked.incarnation == hello.incarnation:
+        if link is None or link.hello.incarnation == hello.incarnation:
             return None
-        if linked.role == TRAINER and hello.role == OBSERVER:
+        linked = link.hello
+        # A trainer that is silent may have been restarted, and asks for the run's settings before it trains.
+        if linked.role == TRAINER and hello.role == OBSERVER and link.silent_s < link.patience_s / 2:
             return COPIED
         if not self._copies.is_copy(peer_id, hello.incarnation, linked.incarnation):
             return None

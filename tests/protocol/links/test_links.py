@@ -208,6 +208,23 @@ def test_an_observer_takes_no_place_of_the_trainer_with_its_identity() -> None:
     run_virtual(main)
 
 
+def test_an_observer_replaces_a_trainer_that_was_killed_before_anybody_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that peer after a restart, which asks for the settings of the run first."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with linked_pair(network) as (a, _, link, _), trio.open_nursery() as nursery:
+            monkeypatch.setattr(type(link), "silent_s", link.patience_s / 2)
+            hello = hello_of("b", incarnation="2", role="observer", digest="")
+            observer = await start_endpoint(network, nursery, hello)
+            await observer.links.connect("a", [])
+            await until(lambda: a.links.get("b") is not link)
+            assert link.lost_reason == "it was restarted"
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
 def test_who_changes_its_incarnation_again_and_again_makes_no_more_lines(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         network = MemoryNetwork()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.model_defaults import model_defaults
@@ -21,8 +21,11 @@ OF_FRAGMENTS = (
 )  # fmt: skip
 
 
-def unusual(run: RunConfig) -> Iterator[str]:
-    """Yield one line for each such setting, with its value and what to give instead."""
+def unusual(run: RunConfig, given: Collection[str]) -> Iterator[str]:
+    """Yield one line for each such setting, with its value and what to give instead.
+
+    `given`: the settings that the user gave, by field name of `RunConfig`: only these are reported to have no effect.
+    """
     steps, warmup, sync_every = run.total_steps, run.warmup_steps, run.sync_every
     if steps and warmup >= LONG_WARMUP * steps:
         yield f"the warm-up takes {warmup:,} of {steps:,} steps: give --warmup-steps {steps // 20}, or more --steps"
@@ -44,22 +47,22 @@ def unusual(run: RunConfig) -> Iterator[str]:
     if run.lr > HIGHEST_LR:
         usual = model_defaults(run.model).lr
         yield f"the learning rate {run.lr:g} is above {HIGHEST_LR}, too high for AdamW: give --lr {usual:g} or less"
-    yield from _without_effect(run)
+    yield from _without_effect(run, given)
 
 
-def _without_effect(run: RunConfig) -> Iterator[str]:
-    """Yield one line for each setting that is not at its default and that nothing reads."""
-    usual = RunConfig()
-    for names, has_effect, needed in (
-        (OF_FRAGMENTS, run.fragment_fraction > 0, "--fragment-fraction above 0"),
-        (("fan_out",), run.topology in ("push", "groups"), "--topology push or groups"),
+def _without_effect(run: RunConfig, given: Collection[str]) -> Iterator[str]:
+    """Yield one line for each setting that the user gave and that is not used."""
+    has_fragments = run.fragment_fraction > 0
+    for names, is_used, needed in (
+        (OF_FRAGMENTS, has_fragments, "--fragment-fraction above 0"),
+        (("fan_out",), not has_fragments or run.topology in ("push", "groups"), "--topology push or groups"),
         (("round_density",), run.round_codec == "topk", "--round-codec topk"),
         (("outer_momentum",), run.outer_optimizer != "sgd", "an --outer-optimizer other than sgd"),
         (("sharding",), run.num_shards > 0, "--num-shards above 0"),
     ):
-        for name in names:
-            if not has_effect and (value := getattr(run, name)) != getattr(usual, name):
-                yield f"--{name.replace('_', '-')} {value} has no effect: it needs {needed}"
+        for name in () if is_used else given:
+            if name in names:
+                yield f"--{name.replace('_', '-')} {getattr(run, name)} has no effect: it needs {needed}"
 
 
 def _at_most(number: int) -> str:

@@ -25,11 +25,19 @@ def is_hub_there() -> bool:
     return True
 
 
+def silence_error() -> type[ConfigError]:
+    """The error of a hub that does not answer: it may do so later, but not in its offline mode."""
+    import huggingface_hub
+
+    return ConfigError if huggingface_hub.constants.HF_HUB_OFFLINE else TransientError
+
+
 @contextmanager
-def library_errors(what: str, fix: str) -> Iterator[None]:
+def library_errors(what: str, fix: str, *, is_hub_silent: bool = False) -> Iterator[None]:
     """Raise ConfigError with the first line of any exception of this block. These libraries raise anything.
 
-    A ConnectionError becomes a TransientError.
+    With a silent hub an OSError, such as of a file that is not in the cache, becomes `silence_error()`.
+
     Tokenizers panic at many kinds of odd files, which another peer may have sent, and at texts that take a regular
     expression too many tries; a panic is no `Exception`.
     """
@@ -38,7 +46,7 @@ def library_errors(what: str, fix: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        kind = TransientError if isinstance(error, ConnectionError) else ConfigError
+        kind = silence_error() if is_hub_silent and isinstance(error, OSError) else ConfigError
         raise kind(f"{what} ({first_line(error)}); {fix}") from error
 
 

@@ -148,7 +148,7 @@ def join_run(
             return
         run = chosen.run
         if not chosen.is_live and saved is None:
-            for line in unusual(run):
+            for line in unusual(run, settings.explicit_run()):
                 say(f"warning: {line}")
         if ranks.size > 1 and run.inner_moments == "averaged":
             raise ConfigError(

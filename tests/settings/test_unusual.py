@@ -10,9 +10,14 @@ from p2ptrain.settings.table import merge
 from p2ptrain.settings.unusual import unusual
 
 
+def found(**flags: str) -> list[str]:
+    settings = merge(flags, {})
+    return list(unusual(settings.resolve_run(None), settings.explicit_run()))
+
+
 def test_no_model_and_no_preset_is_unusual_by_its_defaults() -> None:
     for flags in (*({"model": model} for model in MODEL_DEFAULTS), *({"preset": preset} for preset in PRESETS)):
-        assert list(unusual(merge(flags, {}).resolve_run(None))) == []
+        assert found(**flags) == []
 
 
 @pytest.mark.parametrize(
@@ -57,14 +62,19 @@ def test_no_model_and_no_preset_is_unusual_by_its_defaults() -> None:
     ],
 )
 def test_unusual_settings_are_reported_with_their_numbers_and_a_fix(flags: dict[str, str], line: str) -> None:
-    assert list(unusual(merge({"model": "gpt2-124m", **flags}, {}).resolve_run(None))) == [line]
+    assert found(**{"model": "gpt2-124m", **flags}) == [line]
 
 
 def test_a_run_without_end_has_rounds_enough() -> None:
-    assert list(unusual(merge({"steps": "0", "sync_every": "9000"}, {}).resolve_run(None))) == []
+    assert found(steps="0", sync_every="9000") == []
     # At the limits.
-    allowed = {"steps": "2801", "warmup_steps": "700", "sync_every": "933", "lr": "0.1"}
-    assert list(unusual(merge(allowed, {}).resolve_run(None))) == []
-    assert (
-        list(unusual(merge({"steps": "5000", "sync_every": "100", "round_codec": "topk"}, {}).resolve_run(None))) == []
-    )
+    assert found(steps="2801", warmup_steps="700", sync_every="933", lr="0.1") == []
+    assert found(steps="5000", sync_every="100", round_codec="topk") == []
+
+
+def test_a_preset_is_not_blamed_for_what_another_setting_makes_useless() -> None:
+    assert found(preset="diloco", outer_optimizer="sgd") == []
+    assert found(preset="diloco", fan_out="2", topology="pairs") == [
+        "--topology pairs has no effect: it needs --fragment-fraction above 0",
+        "--fan-out 2 has no effect: it needs --fragment-fraction above 0",
+    ]

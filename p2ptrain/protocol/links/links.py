@@ -339,7 +339,8 @@ class Links:
         if link is None or link.hello.incarnation == hello.incarnation:
             return None
         linked = link.hello
-        # A trainer that is silent may have been restarted, and asks for the run's settings before it trains.
+        # Beside a live trainer an observer is a copy. One that has been silent for half of its limit (a guess) may have
+        # lost its power: after a restart it asks for the run's settings first, as an observer.
         if linked.role == TRAINER and hello.role == OBSERVER and link.silent_s < link.patience_s / 2:
             return COPIED
         if not self._copies.is_copy(peer_id, hello.incarnation, linked.incarnation):

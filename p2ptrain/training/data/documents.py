@@ -309,11 +309,13 @@ def _dataset(source: str, split: str) -> Any:
     import datasets
 
     check = "the name, --split and the connection" if source.startswith(DATASET) else "--split"
-    with library_errors(f"{source}, split {split}: cannot be loaded", f"check {check}"):
+    name, _, config = source.removeprefix(DATASET).partition(":")
+    is_hub_silent = source.startswith(DATASET) and not Path(name).is_dir() and not is_hub_there()
+    what = f"{source}, split {split}: cannot be loaded"
+    with library_errors(what, f"check {check}", is_hub_silent=is_hub_silent):
+        if is_hub_silent:
+            raise OSError("the hub does not answer")
         if source.startswith(DATASET):
-            name, _, config = source.removeprefix(DATASET).partition(":")
-            if not Path(name).is_dir() and not is_hub_there():
-                raise ConnectionError("the hub does not answer")
             return datasets.load_dataset(name, config or None, split=split, streaming=True)
         found = datasets.load_from_disk(str(Path(source).expanduser()))
         return (found[split] if isinstance(found, datasets.DatasetDict) else found).to_iterable_dataset()

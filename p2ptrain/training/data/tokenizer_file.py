@@ -17,7 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from p2ptrain.errors import ConfigError, TransientError
+from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import MAX_VOCAB_SIZE
 from p2ptrain.settings.files import open_file
 from p2ptrain.training.data.tokenizer import (
@@ -31,7 +31,7 @@ from p2ptrain.training.data.tokenizer import (
     Tokenizer,
     token_dtype,
 )
-from p2ptrain.training.hub import first_line, is_hub_there, library_errors
+from p2ptrain.training.hub import first_line, is_hub_there, library_errors, silence_error
 
 TOKENIZER_FILE = "tokenizer.json"
 # Joiners get the file from other peers. Tokenizers of 262,144 ids have files of up to 33 MB, of 50,257 ids 1.4 to 3.6.
@@ -201,7 +201,7 @@ def _from_hub(name: str) -> bytes:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         is_offline = isinstance(error, LocalEntryNotFoundError)
         reason = "the hub cannot be reached, and it is not in the cache" if is_offline else first_line(error)
-        raise (TransientError if is_offline else ConfigError)(
+        raise (silence_error() if is_offline else ConfigError)(
             f"--tokenizer {HUB}{name}: no tokenizer.json found ({reason}); check the name and the connection, or give "
             f"the file"
         ) from error

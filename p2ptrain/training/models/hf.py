@@ -70,7 +70,7 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     context = context or (MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions)))
     if not name.endswith(PRETRAINED):
         return CausalLM(_from_config(config, name, vocab_size).float(), context)
-    with _building(name):
+    with _building(name, is_hub_silent=_is_hub_silent(name, is_local)):
         model, loaded = _transformers().AutoModelForCausalLM.from_pretrained(
             _path(name), trust_remote_code=False, local_files_only=is_local, output_loading_info=True
         )
@@ -91,23 +91,23 @@ def _from_config(config: Any, name: str, vocab_size: int) -> Any:
         return _transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def _building(name: str) -> AbstractContextManager[None]:
-    return library_errors(f"--model {name}: cannot be built", "check its files")
+def _building(name: str, *, is_hub_silent: bool = False) -> AbstractContextManager[None]:
+    return library_errors(f"--model {name}: cannot be built", "check its files", is_hub_silent=is_hub_silent)
 
 
 def _config(name: str) -> tuple[Any, bool]:
     """The model's configuration, and whether only this machine is read: a directory, or the cache without the hub."""
     kind, path = _transformers().AutoConfig, _path(name)
-    is_dir = Path(path).is_dir()
-    is_local = is_dir or not is_hub_there()
+    is_local = Path(path).is_dir() or not is_hub_there()
     fix = f"give {PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
-    with library_errors(f"--model {name}: has no configuration that transformers can use", fix):
-        try:
-            return kind.from_pretrained(path, trust_remote_code=False, local_files_only=is_local), is_local
-        except OSError as error:
-            if is_local and not is_dir:
-                raise ConnectionError("the hub does not answer, and it is not in the cache") from error
-            raise
+    what = f"--model {name}: has no configuration that transformers can use"
+    with library_errors(what, fix, is_hub_silent=_is_hub_silent(name, is_local)):
+        return kind.from_pretrained(path, trust_remote_code=False, local_files_only=is_local), is_local
+
+
+def _is_hub_silent(name: str, is_local: bool) -> bool:
+    """Whether only the cache is read, as the hub does not answer."""
+    return is_local and not Path(_path(name)).is_dir()
 
 
 def _path(name: str) -> str:

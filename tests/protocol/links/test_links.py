@@ -208,13 +208,15 @@ def test_an_observer_takes_no_place_of_the_trainer_with_its_identity() -> None:
     run_virtual(main)
 
 
-def test_an_observer_replaces_a_trainer_that_was_killed_before_anybody_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observer_replaces_a_trainer_that_lost_its_power_before_anybody_noticed() -> None:
     """It is that peer after a restart, which asks for the settings of the run first."""
 
     async def main() -> None:
         network = MemoryNetwork()
         async with linked_pair(network) as (a, _, link, _), trio.open_nursery() as nursery:
-            monkeypatch.setattr(type(link), "silent_s", link.patience_s / 2)
+            network.partition(["a"], ["b"])  # its streams carry nothing from now on
+            await trio.sleep(link.patience_s / 2)
+            network.partition()
             hello = hello_of("b", incarnation="2", role="observer", digest="")
             observer = await start_endpoint(network, nursery, hello)
             await observer.links.connect("a", [])

@@ -54,8 +54,26 @@ def test_only_causal_models_are_trained(tmp_path: Path, is_decoder: bool) -> Non
 
 def test_a_hub_that_does_not_answer_may_do_so_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf, "is_hub_there", lambda: False)
-    with pytest.raises(TransientError, match=r"no configuration that transformers can use \(the hub does not answer"):
+    with pytest.raises(TransientError, match=r"no configuration that transformers can use"):
         build("hf:p2ptrain-tests/no-such-model", vocab_size=98, seed=1)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as raised:
+        build("hf:p2ptrain-tests/no-such-model", vocab_size=98, seed=1)
+    assert raised.type is ConfigError
+
+
+def test_weights_that_the_hub_does_not_give_may_come_later(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is in the cache."""
+    config = transformers.AutoConfig.from_pretrained(saved)
+    monkeypatch.setattr(hf, "is_hub_there", lambda: False)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(TransientError, match=r"no-such-model:pretrained: cannot be built .not in the cache"):
+        build("hf:p2ptrain-tests/no-such-model:pretrained", vocab_size=98, seed=1)
 
 
 def test_pretrained_weights_are_those_of_the_directory(saved: Path) -> None:

@@ -36,7 +36,7 @@ TINY = 1e-12
 # Larger outer steps: in first runs, all that makes steps smaller made late rounds worse. The last three are the outer
 # steps of `milder`, `less momentum` and `cgad nesterov` for 20 of 25 steps: on time, they show what is not the delay's.
 FIXED = ((1.0, 0.6), (1.4, 0.6), (1.0, 0.8), (0.7, 0.8), (0.42, 0.6), (0.7, 0.12), (0.31, 0.6))
-# HeLoCo's constants, as others that wrote it have them; κ is for our momentum, which is a sum and no average.
+# HeLoCo's constants, as reimplementations of it have them; κ is for our momentum, which is a sum and not an average.
 KEEP, SHRINK, MOST_SHRINK, TURN, KAPPA = 0.2, 0.5, 0.5, 1.0, 3.0 * (1 - MOMENTUM)
 # CGAD's decay and cut-off, in rounds (guesses).
 DECAY, CUT_OFF = 0.5, 2.0

@@ -1,8 +1,8 @@
 """`make hostile`: the attacks against real `p2ptrain join` processes on this machine, and a table of what they cost.
 
-Each attack comes from a stranger with an identity of its own, over libp2p. Beforehand and meanwhile the steps of the
-victims are counted, over windows of `WINDOW_S` in the same run; their training is paced so that two cores are enough.
-Members who lie are in the tests on the memory network: `tests/hostile/test_attacks.py`.
+Each attack comes from a stranger with an identity of its own, over libp2p. Beforehand and meanwhile the steps and the
+CPU seconds of the victims are counted, over windows of `WINDOW_S` in the same run; their training is paced so that two
+cores are enough. Members who lie are in the tests on the memory network: `tests/hostile/test_attacks.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ INTERVAL_S = STEP_S * SYNC_EVERY
 # Long enough that one pause of a busy machine is no fifth of it.
 WINDOW_S = 12.0
 LEAST_SPEED = 0.8
+# Of one core, by a victim and its daemon. The speed alone also falls because the liar takes the cores of its victims.
+MOST_MORE_CORES = 0.25
 MOST_GROWTH_BYTES = 50_000_000
 FOUND = (
     f"p2ptrain join --run-id {RUN} --model benchmarks.paced:evenly --steps 0 --sync-every {SYNC_EVERY} "
@@ -46,11 +48,19 @@ FOUND = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one attack cost: the slowest victim's speed, the most that one grew, and the time to a round after it."""
+    """What one attack cost.
+
+    Attributes:
+        speed: of the slowest victim, as a fraction of its speed before.
+        more_cores: the CPU seconds a second that one victim and its daemon took more than before, at most.
+        grown_bytes: by how much one victim and its daemon grew, at most.
+        round_s: from its end to a round of all.
+    """
 
     name: str
     frames: int
     speed: float
+    more_cores: float
     grown_bytes: int
     round_s: float
     log_lines: int
@@ -60,6 +70,8 @@ class Row:
         found = []
         if self.speed < LEAST_SPEED:
             found.append(f"{self.speed:.0%} of the speed")
+        if self.more_cores > MOST_MORE_CORES:
+            found.append(f"{self.more_cores:.2f} more of a core")
         if self.grown_bytes > MOST_GROWTH_BYTES:
             found.append(f"{self.grown_bytes / 1e6:.0f} MB more")
         if self.round_s > 3 * INTERVAL_S:
@@ -71,9 +83,33 @@ def steps_of(peer: Process) -> int:
     return int(max((event["step"] for event in peer.events("step")), default=0))
 
 
-def memory_of(peer: Process) -> int:
+def with_daemon(peer: Process) -> list[psutil.Process]:
     process = psutil.Process(peer.pid)
-    return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)])
+    return [process, *process.children(recursive=True)]
+
+
+def memory_of(peer: Process) -> int:
+    return sum(process.memory_info().rss for process in with_daemon(peer))
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """What a victim had done at one time."""
+
+    steps: int
+    cpu_s: float
+    at_s: float
+
+    @classmethod
+    def of(cls, peer: Process) -> Count:
+        """What it has done until now."""
+        times = [process.cpu_times() for process in with_daemon(peer)]
+        return cls(steps_of(peer), sum(used.user + used.system for used in times), time.monotonic())
+
+    def rates_since(self, before: Count) -> tuple[float, float]:
+        """Steps, and CPU seconds, per second."""
+        seconds = self.at_s - before.at_s
+        return (self.steps - before.steps) / seconds, (self.cpu_s - before.cpu_s) / seconds
 
 
 def alive(swarm: Swarm, peers: Sequence[Process]) -> None:
@@ -118,19 +154,19 @@ def attack_once(name: str, swarm: Swarm, peers: Sequence[Process]) -> Row:
     initial = tuple(peers[0].addresses.read_text().split())
     victims = [peer.peer_id for peer in peers]
 
-    def speeds(seconds: float, began: Sequence[int]) -> list[float]:
-        return [(steps_of(peer) - steps) / seconds for peer, steps in zip(peers, began, strict=True)]
+    def rates(began: Sequence[Count]) -> list[tuple[float, float]]:
+        return [Count.of(peer).rates_since(count) for peer, count in zip(peers, began, strict=True)]
 
-    counted, began_s = [steps_of(peer) for peer in peers], time.monotonic()
+    counts = [Count.of(peer) for peer in peers]
     time.sleep(WINDOW_S)
-    before = speeds(time.monotonic() - began_s, counted)
+    before = rates(counts)
     sizes = [memory_of(peer) for peer in peers]
     lines = sum(peer.errors.count("\n") for peer in peers)
     thread = NetworkThread()
     try:
-        counted, began_s = [steps_of(peer) for peer in peers], time.monotonic()
+        counts = [Count.of(peer) for peer in peers]
         sent = thread.run(lie, ATTACKS[name], initial, victims, timeout_s=10 * WINDOW_S)
-        during = speeds(time.monotonic() - began_s, counted)
+        during = rates(counts)
     finally:
         thread.stop(WINDOW_S)
     alive(swarm, peers)
@@ -139,14 +175,19 @@ def attack_once(name: str, swarm: Swarm, peers: Sequence[Process]) -> Row:
     round_s = time.monotonic() - gone_s
     assert_anchors_agree(*peers)
     grown = max(memory_of(peer) - size for peer, size in zip(peers, sizes, strict=True))
-    slowest = min(now / then for now, then in zip(during, before, strict=True))
-    return Row(name, sent, slowest, grown, round_s, sum(p.errors.count("\n") for p in peers) - lines)
+    slowest = min(now / then for (now, _), (then, _) in zip(during, before, strict=True))
+    more_cores = max(now - then for (_, now), (_, then) in zip(during, before, strict=True))
+    return Row(name, sent, slowest, more_cores, grown, round_s, sum(p.errors.count("\n") for p in peers) - lines)
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = ["| attack | frames sent | speed | memory | round after | log lines |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| attack | frames sent | speed | cores | memory | round after | log lines |",
+        "|---|---|---|---|---|---|---|",
+    ]
     lines += [
-        f"| {r.name} | {r.frames} | {r.speed:.0%} | {r.grown_bytes / 1e6:+.0f} MB | {r.round_s:.1f} s | {r.log_lines} |"
+        f"| {r.name} | {r.frames} | {r.speed:.0%} | {r.more_cores:+.2f} | {r.grown_bytes / 1e6:+.0f} MB | "
+        f"{r.round_s:.1f} s | {r.log_lines} |"
         for r in rows
     ]
     return "\n".join(lines)

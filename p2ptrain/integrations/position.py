@@ -14,9 +14,6 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# Guess, as in `p2ptrain join`.
-LAST_ROUND_TIMEOUT_S = 60.0
-
 
 def set_position(scheduler: object, position: int) -> None:
     """Set a LambdaLR to a step of the run, so that a late joiner continues with the rate of the other peers.
@@ -51,7 +48,7 @@ def state_or_nothing(peer: Peer | GroupPeer) -> dict[str, Any]:
 def wait_for_last_round(peer: Peer | GroupPeer) -> None:
     """At the end of a run with a length, wait for its last round, after which all peers have the same weights.
 
-    Blocks for up to LAST_ROUND_TIMEOUT_S.
+    Blocks for as long as `peer.wait_finished()`.
     """
-    if peer.run.is_over_at(peer.run_step):
-        peer.wait_finished(LAST_ROUND_TIMEOUT_S)
+    if peer.run.is_over_at(peer.run_step) and not peer.wait_finished():
+        logger.warning("the run's last round has not landed: these weights are this peer's own")

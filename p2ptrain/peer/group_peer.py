@@ -165,9 +165,9 @@ class GroupPeer:
             raise ConfigError(refused) from None
         return dataclasses.replace(report, exchange_s=time.monotonic() - start)
 
-    def wait_finished(self, timeout_s: float) -> bool:
-        """All ranks: after the last step, wait for the run's last round. Returns False if it has not landed in time."""
-        deadline = time.monotonic() + timeout_s
+    def wait_finished(self, timeout_s: float | None = None) -> bool:
+        """All ranks: as `Peer.wait_finished`, with the `timeout_s` of rank 0."""
+        deadline = time.monotonic() + (self.run.round_timeout_s if timeout_s is None else timeout_s)
 
         def wait() -> bool:
             left_s = deadline - time.monotonic()

@@ -21,7 +21,6 @@ from p2ptrain.peer.peer_state import Array, to_dict
 from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch
-from p2ptrain.protocol.node.node import STAY_S
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.state_sync.checkpoint import Restored
 
@@ -209,7 +208,7 @@ class NetworkSide:
             if self._exchange.finished:
                 # A thread that stopped or hangs has nobody to stay for.
                 with contextlib.suppress(RuntimeError, TimeoutError):
-                    self._thread.run(self._runner.node.stay, timeout_s=STAY_S + 1.0)
+                    self._thread.run(self._runner.node.stay, timeout_s=self._runner.node.longest_stay_s + 1.0)
             self._thread.post(lambda: self._runner.node.leave(reason))
             self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0, idle)
         finally:

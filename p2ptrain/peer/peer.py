@@ -219,12 +219,15 @@ class Peer:
         """The weights changed by the last step, and by landings since the last call."""
         return self._exchange.take_changes()
 
-    def wait_finished(self, timeout_s: float) -> bool:
-        """After the last step: wait until the run's last round has landed. Returns False on a time-out.
+    def wait_finished(self, timeout_s: float | None = None) -> bool:
+        """After the last step: wait until the run's last round has landed. Returns False on a time-out or a `failure`.
+
+        Args:
+            timeout_s: None for the longest time of an attempt at a round, the run's `round_timeout_s`.
 
         Raises ConfigError as `step` does, if a round is landing.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (self.run.round_timeout_s if timeout_s is None else timeout_s)
         while not self._exchange.finished and time.monotonic() < deadline and self.failure is None:
             self._network_side.idle()
             time.sleep(POLL_S)
@@ -387,7 +390,8 @@ class Peer:
     def leave(self, reason: str = "done", *, landing: bool = True) -> None:
         """Tell the other peers, end the network side, close the records. May be called twice.
 
-        Takes below 10 s, and up to 10 s more after the run's last round, if linked peers have not landed it.
+        Takes below 10 s. After the run's last round it first waits for linked peers that have not landed it: 10 s, and
+        while they fetch it from here, at most as long as an attempt at a round may take.
 
         Args:
             reason: for the records of all peers.

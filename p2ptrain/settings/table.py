@@ -200,11 +200,13 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
             continue
         values[name], sources[name] = setting.parse(given, source), source
     explicit = {name for name, source in sources.items() if source != DEFAULT}
-    # Defaults of pairs and of topk come before a preset's, whose outer optimizer may be meant for other rounds.
+    preset, of_preset = PRESETS.get(str(values[PRESET]), {}), f"{PRESET} {values[PRESET]}"
+    # Defaults of pairs and of topk come before a preset's, whose outer optimizer may be meant for other rounds; but not
+    # before those of a preset of pairs, which topk would turn into rounds.
+    kept = preset if "averaging" in preset else {}
     for source, defaults in list(implied_defaults(values)):
-        _imply(values, sources, source, defaults)
-    if (preset := values[PRESET]) is not None:
-        _imply(values, sources, f"{PRESET} {preset}", PRESETS[str(preset)])
+        _imply(values, sources, source, {name: value for name, value in defaults.items() if name not in kept})
+    _imply(values, sources, of_preset, preset)
     _imply(values, sources, "inner_optimizer muon", muon_defaults(values))
     _imply_from_model(values, sources)
     if values["run_key"] is not None:

@@ -84,6 +84,10 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         shutil.rmtree(building, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {target}: {reason}; free space there, or give another --out") from error
+    except TypeError as error:  # of `_pack`
+        shutil.rmtree(building, ignore_errors=True)
+        fix = "let the model's get_extra_state() return tensors, numbers, texts, and lists or dictionaries of them"
+        raise CheckpointError(f"cannot write {target}: {error}; {fix}") from error
     # Checkpoints with a damaged manifest are removed first.
     spare = sorted(checkpoints(out), key=lambda path: _serial(path) is None)[KEEP:]
     for old in [*spare, *out.glob(".checkpoint-*.tmp")]:
@@ -230,14 +234,17 @@ def _write(folder: Path, checkpoint: Checkpoint, serial: int) -> None:
 def _collector(tensors: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], str]:
     """Return a function that stores a tensor in `tensors` and returns its name there; aliases share one name."""
     names: dict[tuple[object, ...], str] = {}
+    storages: set[int] = set()
 
     def collect(name: str, tensor: torch.Tensor) -> str:
         identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device))
         if tensor.numel() and identity in names:
             return names[identity]
         names[identity] = name
-        # Copy only tensors that safetensors would refuse because they are part of a larger storage.
-        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        # Copy only tensors that safetensors would refuse: parts of a larger storage, and further views of one.
+        storage = tensor.untyped_storage()
+        whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
+        storages.add(storage.data_ptr())
         tensors[name] = tensor.detach() if whole else tensor.detach().clone(memory_format=torch.contiguous_format)
         return name
 

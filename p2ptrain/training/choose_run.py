@@ -110,7 +110,8 @@ def choose_run(
     run = settle_run(settings, found, ours, out)
     if session.knows_others and not found and not saved:
         say(nobody_found(run_id, "--run-id"))
-    if saved and found is None and run.is_over_at(saved.step):
+    # Until the run's last round has landed, it can be made up for. Older checkpoints do not say.
+    if saved and found is None and run.is_over_at(saved.step) and saved.info.get("finished", True):
         say(f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out")
         return None
     if config.tokenizer and config.tokenizer.startswith(TRAIN) and (found or saved):

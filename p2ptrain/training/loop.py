@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from p2ptrain.peer.peer import Peer
     from p2ptrain.training.job import Job
 
-# Guesses: seconds between progress lines, and the longest wait for the run's last round.
+# Guesses: seconds between progress lines, and between those while the run's last round is awaited.
 PROGRESS_INTERVAL_S = 5.0
-LAST_ROUND_TIMEOUT_S = 60.0
+WAITING_INTERVAL_S = 30.0
 # Ctrl-C is noticed within this time during that wait.
 POLL_S = 0.5
 SAMPLE_TOKENS = 100
@@ -147,9 +147,9 @@ def run_training(
     def save() -> bool:
         """Write a checkpoint, unless the newest one is of this step and round. Returns whether it is now."""
         nonlocal saved_at
-        at = peer.run_step, peer.round
-        if at != saved_at and save_checkpoint(peer, trainer, out, is_closed=config.network.key is not None):
-            saved_at = at
+        is_new = (peer.run_step, peer.round) != saved_at
+        if is_new and save_checkpoint(peer, trainer, out, is_closed=config.network.key is not None):
+            saved_at = peer.run_step, peer.round  # of the checkpoint, which may have landed a round first
         return saved_at == (peer.run_step, peer.round)
 
     try:
@@ -246,19 +246,29 @@ def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, inter
 def _steps_to_the_end(
     peer: Peer | GroupPeer, trainer: Trainer, eval_every: int, stop: Callable[[], bool], now: Callable[[], float]
 ) -> Generator[StepDone, None, None]:
-    """Train, yielding after each step, until the run's last round is resolved; wait for that round at most a minute."""
+    """Train, yielding after each step, until the run's last round is resolved.
+
+    Waits for that round as long as an attempt at one may take: it averages the whole model over links of any speed.
+    """
     while True:
         yield from training_steps(peer, trainer, eval_every=eval_every, stop=stop)
-        deadline_s = now() + LAST_ROUND_TIMEOUT_S
+        began_s, told_s, most_s = now(), 0.0, peer.run.round_timeout_s
         while True:
             if peer.finished or peer.failure or stop():
                 return
             if peer.run_step < peer.run.total_steps:  # a round has set this peer back, so it trains on
                 break
-            if now() >= deadline_s:
-                waited_s = LAST_ROUND_TIMEOUT_S
-                logger.warning("the run's last round did not end within %.0f s; leaving without it", waited_s)
+            waited_s = now() - began_s
+            if waited_s >= most_s:
+                logger.warning("the run's last round did not end within %.0f s; leaving without it", most_s)
                 return
+            if waited_s - told_s >= WAITING_INTERVAL_S:
+                told_s = waited_s
+                logger.info(
+                    "the run's last round is awaited, since %.0f s and for at most %.0f; Ctrl-C leaves without it",
+                    waited_s,
+                    most_s,
+                )
             peer.wait_finished(POLL_S)
 
 
@@ -280,6 +290,7 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
         "round": peer.round,
         "anchor_hash": peer.anchor_hash,
         "genesis": own.get("genesis", ""),  # rank 0 has the peer's part
+        "finished": peer.finished,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     model = whole(trainer.model.state_dict(), trainer.ranks)

@@ -36,6 +36,7 @@ def memory_peer(
     *,
     may_found: bool,
     records: Sink | None = None,
+    resume_state: dict[str, Any] | None = None,
 ) -> Peer:
     """A peer on the memory network."""
     network: Any = SimpleNamespace(
@@ -50,7 +51,7 @@ def memory_peer(
         thread=thread,
         optimizer=None,
         records=records or Sinks([]),
-        joining=JoinOptions(may_found, worker_threads=2),
+        joining=JoinOptions(may_found, worker_threads=2, resume_state=resume_state),
     )
 
 

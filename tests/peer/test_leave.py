@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import trio
+from trio.testing import MockClock
 
 from p2ptrain.algorithms import indexspace
 from p2ptrain.algorithms.indexspace import ParameterView
@@ -22,6 +25,7 @@ from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.protocol.exchange import slices
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import SnapshotWanted
+from p2ptrain.protocol.node.node import Node
 from p2ptrain.settings.config import RunConfig
 from tests.peer.pair import memory_peer
 from tests.protocol.exchange.test_exchange import landing
@@ -43,10 +47,11 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         peer = peer_of(thread, Sinks([]))
         workers = [t for t in set(threading.enumerate()) - others if t.name.startswith("p2ptrain-worker-")]
         assert len(workers) == 2
-        node, seen, awaited = peer._runner.node, list[str](), [True, True, False]
+        behind = SimpleNamespace(is_in_use=False)
+        node, seen, awaited = peer._runner.node, list[str](), [[behind], [behind], []]
         leave = node.leave
 
-        def is_anyone_behind(round_: int) -> bool:
+        def note_behind(round_: int) -> list[SimpleNamespace]:
             seen.append("awaited")
             return awaited.pop(0)
 
@@ -54,13 +59,54 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
             seen.append("left")
             leave(reason)
 
-        monkeypatch.setattr(node.driver.context.liveness, "is_anyone_behind", is_anyone_behind)
+        monkeypatch.setattr(node.driver.context.liveness, "behind", note_behind)
         monkeypatch.setattr(node, "leave", note_leave)
         peer._exchange.finished = finished
         peer.leave()
         assert seen == (["awaited"] * 3 if finished else []) + ["left"]
         for worker in workers:
             worker.join()
+    finally:
+        assert thread.stop(10.0)
+
+
+@pytest.mark.parametrize(("used_s", "stays_s"), [(0.0, 10.0), (25.0, 35.0), (1e9, 60.0)])
+def test_it_stays_while_others_fetch_the_last_round(used_s: float, stays_s: float) -> None:
+    """Ten seconds after the last use of its links, and as long as an attempt at most."""
+
+    class Behind:
+        @property
+        def is_in_use(self) -> bool:
+            return trio.current_time() < began_s + used_s
+
+    liveness = SimpleNamespace(behind=lambda round_: [Behind()])
+    context = SimpleNamespace(liveness=liveness, timeouts=SimpleNamespace(attempt_s=lambda: 60.0))
+    node = Node.__new__(Node)
+    driver: Any = SimpleNamespace(context=context, head=SimpleNamespace(round=3))
+    node.driver = driver
+
+    async def stay() -> float:
+        nonlocal began_s
+        began_s = trio.current_time()
+        await node.stay()
+        return trio.current_time() - began_s
+
+    began_s = 0.0
+    assert trio.run(stay, clock=MockClock(autojump_threshold=0)) == pytest.approx(stays_s, abs=0.2)
+
+
+def test_who_stopped_before_the_last_round_makes_up_for_it() -> None:
+    network, thread = MemoryNetwork(), NetworkThread()
+    run = RunConfig(run_id="test", total_steps=4, sync_every=4)
+    try:
+        state: dict[str, Any] | None = None
+        for waits in (False, True):
+            parts = ModelParts(torch.nn.Linear(4, 4))
+            peer = memory_peer(parts, run, "a", network, thread, may_found=True, resume_state=state)
+            assert peer.finished == (peer.run_step == 4 and not waits)
+            assert peer.wait_finished() if waits else not peer.wait_finished(0)
+            state = peer.state_dict() | {"run_step": 4}
+            peer.leave()
     finally:
         assert thread.stop(10.0)
 

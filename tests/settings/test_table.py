@@ -373,6 +373,8 @@ def test_pairs_alone_have_the_outer_optimizer_that_they_need() -> None:
     with pytest.raises(ConfigError, match="--outer-optimizer 'nesterov': must be sgdm with --averaging 'pairwise'"):
         merge({"averaging": "pairwise", "outer_optimizer": "nesterov"}, {}).resolve_run(None)
     assert merge({"averaging": "gather"}, {}).resolve_run(None).outer_optimizer == RunConfig.outer_optimizer
+    with pytest.raises(ConfigError, match="--round-codec 'topk'"):
+        merge({"preset": "noloco", "round_codec": "topk"}, {}).resolve_run(None)
 
 
 def test_topk_has_the_mean_and_the_outer_step_that_it_needs(tmp_path: Path) -> None:

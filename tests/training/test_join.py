@@ -224,6 +224,15 @@ def test_a_founder_continues_with_the_settings_of_its_checkpoint(session: type[F
         _join(sync_every="9")
 
 
+def test_who_missed_the_runs_last_round_may_make_up_for_it(session: type[FakeNetworkSession]) -> None:
+    _join(steps="2")
+    saved = checkpoint.load_newest(Path("p2ptrain-r"))
+    assert saved is not None
+    assert saved.info["finished"]
+    checkpoint.save(Path("p2ptrain-r"), replace(saved, info={**saved.info, "finished": False}))
+    assert _join()[0].startswith("continuing run 'r'")
+
+
 def test_a_directory_holds_one_run(session: type[FakeNetworkSession]) -> None:
     _join(steps="1", out="A")
     session.opened = None

@@ -21,7 +21,7 @@ from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint, loop
 from p2ptrain.training.data import Corpus
 from p2ptrain.training.data.token_files import TokenFile, TokenFiles
-from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, run_training, training_steps
+from p2ptrain.training.loop import run_training, training_steps
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.progress import TrainingProgress
 from p2ptrain.training.trainer import SAMPLED_WEIGHTS, Execution, Trainer, TrainingData
@@ -302,8 +302,49 @@ def test_the_last_round_is_waited_for_but_not_for_ever(tmp_path: Path, caplog: p
         with caplog.at_level(logging.WARNING):
             assert _run(peer, trainer, tmp_path)[0] == "finished"
         assert peer.run_step == 12
-        assert peer.waits == 3 or LAST_ROUND_TIMEOUT_S - 2 <= peer.waits <= LAST_ROUND_TIMEOUT_S
+        # As long as an attempt at a round may take, by a clock of a second for each look.
+        assert peer.waits == 3 or peer.run.round_timeout_s - 2 <= peer.waits <= peer.run.round_timeout_s
         assert len(caplog.messages) == warnings
+
+
+def test_who_waits_long_for_the_last_round_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Waiting(FakePeer):
+        waits = 0
+        finished = False
+
+        def wait_finished(self, timeout_s: float) -> bool:
+            self.waits += 1
+            self.finished = self.waits == 70
+            return self.finished
+
+    _, trainer = _pair()
+    with caplog.at_level(logging.INFO, loop.__name__):
+        assert _run(Waiting(trainer.run), trainer, tmp_path)[0] == "finished"
+    told = [line for line in caplog.messages if "last round" in line]
+    assert len(told) == 2
+    assert "since 30 s and for at most 1800" in told[0]
+
+
+def test_a_checkpoint_whose_state_lands_a_round_counts_as_written(tmp_path: Path) -> None:
+    """As `Peer.state_dict` may do."""
+
+    class Landing(FakePeer):
+        rounds = 0
+
+        @property
+        def round(self) -> int:
+            return self.rounds
+
+        def state_dict(self) -> dict[str, Any]:
+            self.rounds = 1
+            return super().state_dict()
+
+    _, trainer = _pair()
+    peer = Landing(trainer.run)
+    assert _run(peer, trainer, tmp_path, stop=lambda: peer.run_step == 3)[0] == "interrupted"
+    saved = checkpoint.load_newest(tmp_path)
+    assert saved is not None
+    assert (saved.step, saved.info["round"], saved.info["finished"]) == (3, 1, False)
 
 
 def test_a_signal_ends_the_wait_for_the_last_round(tmp_path: Path) -> None:

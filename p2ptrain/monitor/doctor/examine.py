@@ -53,7 +53,7 @@ def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Itera
     model = run.model if run is not None and not settings.explicit("model") else str(settings.values["model"])
 
     yield from check_machine(
-        read_machine(out, gpu=config.device != "cpu"),
+        read_machine(out, device=config.device),
         out=out,
         model=model,
         num_parameters=count_parameters(model) if model else None,

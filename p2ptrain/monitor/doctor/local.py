@@ -65,15 +65,16 @@ class Machine:
     gpu_bytes: int | None
 
 
-def read_machine(out: Path, *, gpu: bool) -> Machine:
+def read_machine(out: Path, *, device: str) -> Machine:
     """Read the facts about this machine.
 
     Args:
         out: a peer's output directory; it need not exist.
-        gpu: whether to query the GPU, which allocates some of its memory.
+        device: where the model is trained, "auto" for a GPU if there is one. A GPU is queried, which allocates some of
+            its memory.
     """
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    has_gpu = gpu and torch.cuda.is_available()
+    gpu = _index_of(device)
     return Machine(
         versions={"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
         | {"p2ptrain": __version__},
@@ -84,9 +85,16 @@ def read_machine(out: Path, *, gpu: bool) -> Machine:
         disk_bytes=_disk_bytes(place),
         writable=_is_writable(place),
         open_files=_open_files(),
-        gpu=torch.cuda.get_device_name(0) if has_gpu else None,
-        gpu_bytes=torch.cuda.mem_get_info(0)[0] if has_gpu else None,
+        gpu=None if gpu is None else torch.cuda.get_device_name(gpu),
+        gpu_bytes=None if gpu is None else torch.cuda.mem_get_info(gpu)[0],
     )
+
+
+def _index_of(device: str) -> int | None:
+    """The number of a device's GPU; None if it is no GPU, or one that this machine does not have."""
+    chosen = torch.device("cuda" if device == "auto" else device)
+    index = chosen.index or 0
+    return index if chosen.type == "cuda" and index < torch.cuda.device_count() else None
 
 
 def _version(package: str) -> str:
@@ -148,7 +156,7 @@ def check_machine(
 def quick_look(out: Path, model: str, device: str, *, num_parameters: int | None, vectors: int = 0) -> list[Finding]:
     """The problems of this machine, as warnings when a peer starts; arguments as above. Never raises."""
     try:
-        machine = read_machine(out, gpu=device != "cpu")
+        machine = read_machine(out, device=device)
         found = list(
             check_machine(machine, out=out, model=model, num_parameters=num_parameters, device=device, vectors=vectors)
         )

@@ -51,8 +51,9 @@ interval_logger = logging.getLogger(IntervalWatch.__module__)
 
 # How many members one Beat names. With many links, many Beats are sent, and one name in each is enough.
 BEAT_MEMBERS, MANY_LINKS_MEMBERS = 2, 1
-# How long a peer that has landed the run's last round stays for linked peers that have not (guess). Peers that the
-# leader did not call learn of the round from a neighbour, and fetch its parts there.
+# How long a peer that has landed the run's last round stays for linked peers that have not, and after the last time
+# that one of them needed it (guess). Peers that the leader did not call learn of the round from a neighbour, and fetch
+# its parts there.
 STAY_S, STAY_POLL_S = 10.0, 0.05
 
 
@@ -244,11 +245,21 @@ class Node:
         lineage = self.driver.head.lineage
         return [link.peer_id for link in self.links.trainers() if link.beat and link.beat.lineage == lineage != ""]
 
+    @property
+    def longest_stay_s(self) -> float:
+        """How long `stay` may take: as long as an attempt at a round."""
+        return max(STAY_S, self.driver.context.timeouts.attempt_s())
+
     async def stay(self) -> None:
-        """After the run's last round, wait up to 10 s for linked peers that have not landed it and may need us."""
-        with trio.move_on_after(STAY_S):
-            while self.driver.context.liveness.is_anyone_behind(self.driver.head.round):
-                await trio.sleep(STAY_POLL_S)
+        """After the run's last round, wait for linked peers that have not landed it: 10 s, and while they use us."""
+        liveness, needed_s = self.driver.context.liveness, trio.current_time()
+        end_s = needed_s + self.longest_stay_s
+        while (behind := liveness.behind(self.driver.head.round)) and trio.current_time() < min(
+            end_s, needed_s + STAY_S
+        ):
+            if any(link.is_in_use for link in behind):
+                needed_s = trio.current_time()
+            await trio.sleep(STAY_POLL_S)
 
     def joiners(self) -> Mapping[PeerId, int]:
         """Live peers that download our state or are about to, and how many rounds in a row came before each had it."""

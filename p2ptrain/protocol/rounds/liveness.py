@@ -63,9 +63,9 @@ class Liveness:
         has_voter = any(peer_id in links for peer_id, _ in head.voters)
         return not has_voter and all(link.beat is None or link.beat.round < head.round for link in links.values())
 
-    def is_anyone_behind(self, round_: int) -> bool:
-        """Whether a live peer of our lineage has not landed this round yet, by its last heartbeat."""
-        return any(beat.round < round_ for beat in self.beats().values())
+    def behind(self, round_: int) -> list[Link]:
+        """The live peers of our lineage that have not landed this round yet, by their last heartbeats."""
+        return [link for link in self._lineage_links().values() if link.beat is not None and link.beat.round < round_]
 
     def _lineage_links(self) -> dict[PeerId, Link]:
         links = ((peer_id, self._links.get(peer_id)) for peer_id in self._lineage_peers())

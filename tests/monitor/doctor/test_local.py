@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from p2ptrain.monitor.doctor import local
 from p2ptrain.monitor.doctor.finding import Finding, Mark, works
-from p2ptrain.monitor.doctor.local import Machine, check_machine, check_versions, quick_look, read_machine
+from p2ptrain.monitor.doctor.local import Machine, check_gpu, check_machine, check_versions, quick_look, read_machine
 from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.models import PRESETS, build, count_parameters
@@ -49,7 +50,7 @@ def test_error_buffers_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_machine(GOOD, out=OUT, model="gpt2-124m", num_parameters=M124, device="cpu", vectors=vectors)
     (memory,) = (finding for finding in found if finding.check == "memory")
     assert memory.text == "16 GB free; gpt2-124m needs 5.2 GB in a round, plus its batch"
-    monkeypatch.setattr(local, "read_machine", lambda out, gpu: replace(GOOD, memory_bytes=6_000_000_000))
+    monkeypatch.setattr(local, "read_machine", lambda out, device: replace(GOOD, memory_bytes=6_000_000_000))
     assert quick_look(OUT, "gpt2-124m", "cpu", num_parameters=M124) == []
     (finding,) = quick_look(OUT, "gpt2-124m", "cpu", num_parameters=M124, vectors=vectors)
     assert finding.check == "memory"
@@ -107,20 +108,38 @@ def test_unknown_facts_are_no_problem() -> None:
 
 
 def test_this_machine_is_read(tmp_path: Path) -> None:
-    machine = read_machine(tmp_path / "not" / "there", gpu=False)
+    machine = read_machine(tmp_path / "not" / "there", device="cpu")
     assert all(machine.versions.values())
     assert machine.cores >= 1
     assert machine.disk_bytes
     assert machine.writable
     (tmp_path / "file").touch()
-    assert not read_machine(tmp_path / "file", gpu=False).writable
-    assert not read_machine(Path("/proc/x"), gpu=False).writable
+    assert not read_machine(tmp_path / "file", device="cpu").writable
+    assert not read_machine(Path("/proc/x"), device="cpu").writable
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "found"),
+    [
+        ("cuda:1", "GPU 1", Mark.OK), ("cuda", "GPU 0", Mark.OK), ("auto", "GPU 0", Mark.OK), ("cpu", None, Mark.OK),
+        ("cuda:2", None, Mark.FAILED),
+    ],
+)  # fmt: skip
+def test_the_gpu_of_the_device_is_read(
+    device: str, gpu: str | None, found: Mark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000 + index, 2000))
+    machine = read_machine(tmp_path, device=device)
+    assert (machine.gpu, machine.gpu_bytes) == (gpu, None if gpu is None else 1000 + int(gpu[-1]))
+    assert check_gpu(machine, device).mark is found
 
 
 def test_a_quick_look_returns_only_problems_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = iter([GOOD, replace(GOOD, threads=9)])
-    monkeypatch.setattr(local, "read_machine", lambda out, gpu: next(machines))
+    monkeypatch.setattr(local, "read_machine", lambda out, device: next(machines))
     assert quick_look(OUT, "gpt2-124m", "cpu", num_parameters=124_000_000) == []
     found = quick_look(OUT, "my.module:factory", "cpu", num_parameters=None)
     assert [finding.check for finding in found] == ["processor"]

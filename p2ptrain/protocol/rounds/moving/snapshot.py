@@ -264,7 +264,7 @@ class SnapshotTaker:
     def _others_may_need_parts(self) -> bool:
         """Whether a linked peer may still need the parts of the round before."""
         context = self._context
-        return bool(context.host.joiners()) or context.liveness.is_anyone_behind(context.exchange.epoch.round)
+        return bool(context.host.joiners() or context.liveness.behind(context.exchange.epoch.round))
 
     def arrive(self, snapshot: Snapshot) -> None:
         """The training thread has taken the requested snapshot."""

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # A machine with many interfaces reports about ten; each costs up to a 5 s dial.
 MAX_HINTS = 16
+# A peer id has 34 to 42 bytes. Encoding one in base 58 takes quadratic time: seconds for 64 KiB.
+MAX_PEER_ID_BYTES = 64
 # Precedes a peer id inside a binary multiaddr.
 P2P_CODE = b"\xa5\x03"
 HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/4001"
@@ -192,6 +194,13 @@ def by_peer_id(maddrs: Iterable[str]) -> dict[str, list[str]]:
 def peer_id_bytes(peer_id: str) -> bytes:
     """A base58 peer id in p2pd's binary form. Raises ValueError."""
     return bytes(PeerID.from_base58(peer_id).to_bytes())
+
+
+def peer_id_text(raw: bytes) -> str:
+    """The base58 form of a peer id that another peer sent. Raises ValueError if it is too long."""
+    if len(raw) > MAX_PEER_ID_BYTES:
+        raise ValueError(f"a peer id of {len(raw)} bytes")
+    return str(PeerID(raw).to_base58())
 
 
 def _ports_file(identity: Path) -> Path:

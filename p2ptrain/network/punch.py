@@ -29,8 +29,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import trio
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network._hivemind import Multiaddr, PeerID
-from p2ptrain.network.addresses import peer_id_bytes, port_of
+from p2ptrain.network._hivemind import Multiaddr
+from p2ptrain.network.addresses import peer_id_bytes, peer_id_text, port_of
 from p2ptrain.network.daemon import Connections, dial, open_stream
 from p2ptrain.network.joined import End, joined
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
@@ -111,7 +111,7 @@ def free_port() -> int:
 def read_peer(peer: Peer) -> tuple[str, Outer]:
     """A peer and its outer address, from a message. Raises PeerLostError."""
     try:
-        peer_id, (address,) = PeerID(peer.id).to_base58(), peer.addrs
+        peer_id, (address,) = peer_id_text(peer.id), peer.addrs
         outer = outer_of(str(Multiaddr(address)))
     except Exception:  # the parsers raise many types
         outer = None

@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable, Collection
 import trio
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network._hivemind import Multiaddr, PeerID
-from p2ptrain.network.addresses import peer_id_bytes
+from p2ptrain.network._hivemind import Multiaddr
+from p2ptrain.network.addresses import peer_id_bytes, peer_id_text
 from p2ptrain.network.daemon import Connections, open_stream, public_peers
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, ExpiringSet, Outer, outer_named, outer_of, peer_at
@@ -251,7 +251,7 @@ def _status(status: Status) -> HopMessage:
 def _target_of(request: HopMessage) -> str:
     """The peer id that a request asks to be connected to. Raises PeerLostError."""
     try:
-        return str(PeerID(request.peer.id).to_base58())
+        return peer_id_text(request.peer.id)
     except ValueError:
         raise PeerLostError("malformed peer id") from None
 

@@ -79,6 +79,7 @@ def test_a_peer_and_its_address_survive_the_message() -> None:
         Peer(id=peer_at(LOW, OUTER).id, addrs=[b"junk"]),
         Peer(id=peer_at(LOW, OUTER).id, addrs=[Multiaddr("/ip4/10.0.0.1/tcp/22").to_bytes()]),
         Peer(id=peer_at(LOW, OUTER).id, addrs=2 * list(peer_at(LOW, OUTER).addrs)),
+        Peer(id=bytes(65), addrs=peer_at(LOW, OUTER).addrs),
     ],
 )
 def test_only_one_public_address_of_a_peer_is_dialled(peer: Peer) -> None:

@@ -29,7 +29,7 @@ from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.process_lifetime import scratch_directory
 from p2ptrain.network.punch import DialBudget, Outer, Puncher
-from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay, Reservations, check_answer
+from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay, Reservations, _target_of, check_answer
 from p2ptrain.network.socket_stream import receive_message, send_message, varint
 from p2ptrain.network.transport import PROTOCOL_NAME
 from p2ptrain.protocol.wire.transport import no_refusal
@@ -133,6 +133,13 @@ def test_a_message_without_end_is_refused() -> None:
     for data in (b"\xff" * 10, varint(4097) + bytes(5000)):
         with pytest.raises(PeerLostError, match="malformed"):
             read_message(data)
+
+
+def test_a_long_peer_id_is_not_parsed() -> None:
+    """Encoding one in base 58 takes quadratic time, on the network thread."""
+    assert _target_of(HopMessage(peer=Peer(id=bytes(64)))) == 64 * "1"
+    with pytest.raises(PeerLostError, match="malformed"):
+        _target_of(HopMessage(peer=Peer(id=bytes(65))))
 
 
 @given(st.binary(max_size=64))

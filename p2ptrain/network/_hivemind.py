@@ -24,6 +24,7 @@ try:
     from hivemind.dht import DHTNode
     from hivemind.dht.crypto import RSASignatureValidator
     from hivemind.dht.protocol import DHTProtocol
+    from hivemind.dht.routing import DHTID, RoutingTable
     from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord
     from hivemind.hivemind_cli import __path__ as cli_path

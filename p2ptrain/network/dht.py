@@ -2,7 +2,7 @@
 
 A record is stored under (key, subkey); the subkey is the owner's RSA public key. hivemind's nodes reject records whose
 signature does not match that key. Readers derive the peer id from the key, so a peer cannot write for another one.
-`OwnedRecords` checks what our node stores for others, and `BoundedStorage` limits how much.
+`OwnedRecords` checks what our node stores for others, and `dht_limits` limits how much, and what other nodes may send.
 """
 
 from __future__ import annotations
@@ -21,24 +21,19 @@ from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
 from p2ptrain.network import _hivemind as hivemind
 from p2ptrain.network.addresses import by_peer_id, ways_in
 from p2ptrain.network.daemon import DIAL_TIMEOUT_S, Daemon, connections, dial
+from p2ptrain.network.dht_limits import (
+    MAX_EXPIRES_IN_S,
+    MAX_SUBKEY_BYTES,
+    MAX_VALUE_BYTES,
+    BoundedP2P,
+    BoundedStorage,
+)
 from p2ptrain.network.identity import Identity, is_allowed, peer_id_of
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
-# A member's addresses and state take a few hundred bytes.
-MAX_VALUE_BYTES = 4 * 1024
-# The OpenSSH form of a 2048-bit RSA key has 380 bytes, that of the largest allowed one 724.
-MAX_SUBKEY_BYTES = 1024
-# All records are members', which last 30 s. Four times that leaves room for later versions.
-MAX_EXPIRES_IN_S = 120.0
-# Records under one key. Members are spread over 16 keys: room for a thousand, fifteen times the largest round.
-MAX_RECORDS = 64
-# Keys in all: enough for 16 runs. A record takes at most 5.5 KiB with its signature and owner, all of them 90 MiB.
-MAX_KEYS = 256
-# Keys under which one owner may have a record. A member has one per run, and for 30 s after a change of runs two.
-MAX_KEYS_OF_OWNER = 4
 # A silent node delays an operation by hivemind's 3 s; this allows two in a row.
 OPERATION_TIMEOUT_S = 8.0
 NODE_TIMEOUT_S = 3.0
@@ -153,42 +148,6 @@ class OwnedRecords:
         return bytes(self._signatures.strip_value(record))
 
 
-class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage with limits: strangers' records cannot push out members'.
-
-    hivemind's storage keeps any number of keys, and of records under each. With a limit, a full storage must drop a
-    record or refuse one. Dropping the record that expires first would drop a member's: those live for 30 s, a
-    stranger's for up to two minutes. Dropping a random one would do so sooner or later, as a stranger can store faster
-    than members renew. So stored records stay: new owners are refused while a key is full, and new keys while there are
-    too many. Renewals are accepted, so a member keeps its place. A new member that is refused still joins: it dials the
-    announced members, and their heartbeats name it to others.
-
-    A node whose clock is behind refuses all records under a key if one expires too late for it. So what is stored
-    expires a few seconds sooner than it accepts.
-    """
-
-    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        records = _records(self.get(key))
-        latest = hivemind.get_dht_time() + MAX_EXPIRES_IN_S
-        if expiration_time > latest:
-            return False
-        for owner in [owner for owner, held in records.items() if held.expiration_time > latest]:
-            del records[owner]  # from before our clock was set back
-        if subkey not in records and (
-            len(records) >= MAX_RECORDS
-            or (key not in self and len(self) >= MAX_KEYS)
-            or sum(subkey in _records(held) for _, held in self.items()) >= MAX_KEYS_OF_OWNER
-        ):
-            return False
-        return bool(super().store_subkey(key, subkey, value, expiration_time))
-
-
-def _records(held: Any) -> Any:
-    """The records under a key, by owner."""
-    is_shared = held is not None and isinstance(held.value, hivemind.DictionaryDHTValue)
-    return held.value if is_shared else hivemind.DictionaryDHTValue()
-
-
 def owner_subkey(key: hivemind.RSAPublicKey) -> bytes:
     """The subkey under which the owner of `key` stores its records."""
     return b"[owner:" + bytes(key.to_bytes()) + b"]"
@@ -223,12 +182,12 @@ async def join_dht(
         PeerLostError: the daemon does not answer.
     """
     control_path, chosen = daemon.control_path, by_peer_id(config.initial_peers)
-    p2p: hivemind.P2P | None = None
+    p2p: BoundedP2P | None = None
     node: hivemind.DHTNode | None = None
     try:
         try:
             with trio.fail_after(JOIN_TIMEOUT_S):
-                p2p = await from_asyncio(hivemind.P2P.replicate(hivemind.Multiaddr(f"/unix{control_path}")))
+                p2p = await from_asyncio(BoundedP2P.replicate(hivemind.Multiaddr(f"/unix{control_path}")))
                 node = await from_asyncio(_create_node(p2p, identity, connected, chosen))
                 await _check_clock(node, [peer_id for peer_id in connected if peer_id in chosen])
         except (trio.TooSlowError, OSError, EOFError) as error:

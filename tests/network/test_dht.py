@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht import DHTID
 
 from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
-from p2ptrain.network import dht
+from p2ptrain.network import dht, dht_limits
 from p2ptrain.network._hivemind import DHTRecord, MSGPackSerializer, PeerID, RSAPrivateKey
-from p2ptrain.network.dht import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES, OwnedRecords, owner_of, owner_subkey
+from p2ptrain.network.dht import OwnedRecords, owner_of, owner_subkey
+from p2ptrain.network.dht_limits import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES
 from p2ptrain.network.host import open_network
 from p2ptrain.network.identity import peer_id_of
 from p2ptrain.network.thread import from_asyncio
@@ -51,7 +52,7 @@ def test_records_of_all_are_seen_by_all(run: Run) -> None:
 
 
 def test_a_stranger_that_floods_a_key_displaces_no_record(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dht, "MAX_RECORDS", 2)
+    monkeypatch.setattr(dht_limits, "MAX_RECORDS", 2)
 
     async def main() -> None:
         async with open_pair() as (first, second), open_network(config(first)) as late:

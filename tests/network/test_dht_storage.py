@@ -13,13 +13,13 @@ import trio
 from p2ptrain.network import _hivemind as hivemind
 from p2ptrain.network import dht
 from p2ptrain.network._hivemind import DictionaryDHTValue, RSAPrivateKey
-from p2ptrain.network.dht import (
+from p2ptrain.network.dht import HivemindDirectory
+from p2ptrain.network.dht_limits import (
     MAX_EXPIRES_IN_S,
     MAX_KEYS,
     MAX_KEYS_OF_OWNER,
     MAX_RECORDS,
     BoundedStorage,
-    HivemindDirectory,
 )
 
 KEY = b"key"

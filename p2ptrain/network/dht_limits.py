@@ -1,0 +1,111 @@
+"""What strangers may do to our DHT node: limits of requests and answers, and of what it stores and remembers.
+
+The node asks nodes that strangers name, and hivemind takes whatever they answer. So `BoundedP2P` refuses malformed
+answers before they are parsed, and `BoundedStorage` limits what our node stores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from p2ptrain.errors import WireError
+from p2ptrain.network import _hivemind as hivemind
+from p2ptrain.network.addresses import MAX_PEER_ID_BYTES
+
+# A member's addresses and state take a few hundred bytes.
+MAX_VALUE_BYTES = 4 * 1024
+# The OpenSSH form of a 2048-bit RSA key has 380 bytes, that of the largest allowed one 724.
+MAX_SUBKEY_BYTES = 1024
+# All records are members', which last 30 s. Four times that leaves room for later versions.
+MAX_EXPIRES_IN_S = 120.0
+# Records under one key. Members are spread over 16 keys: room for a thousand, fifteen times the largest round.
+MAX_RECORDS = 64
+# Keys in all: enough for 16 runs. A record takes at most 5.5 KiB with its signature and owner, all of them 90 MiB.
+MAX_KEYS = 256
+# Keys under which one owner may have a record. A member has one per run, and for 30 s after a change of runs two.
+MAX_KEYS_OF_OWNER = 4
+# All records under a key, with their signatures, as one value of a message.
+MAX_RECORDS_BYTES = MAX_RECORDS * (MAX_SUBKEY_BYTES + 2 * MAX_VALUE_BYTES + 64)
+# Neighbours that a node names for a key: hivemind's bucket size.
+MAX_NEIGHBOURS = 20
+NODE_ID_BYTES = 20
+
+
+class BoundedP2P(hivemind.P2P):  # type: ignore[misc]
+    """hivemind's connection to p2pd, which refuses answers to our DHT node that break a rule."""
+
+    async def _call_unary_protobuf_handler(
+        self, peer_id: hivemind.PeerID, handle_name: str, input: Any, output_protobuf_type: type
+    ) -> Any:
+        answer = await super()._call_unary_protobuf_handler(peer_id, handle_name, input, output_protobuf_type)
+        check_answer(answer)
+        return answer
+
+
+def check_answer(answer: Any) -> None:
+    """Check the answer of another node. Raises WireError.
+
+    hivemind encodes each peer id in base 58, which takes minutes for one of a megabyte.
+    """
+    _check_sender(answer)
+    if isinstance(answer, hivemind.dht_pb2.FindResponse):
+        for result in answer.results:
+            _check_ids(result.nearest_node_ids, MAX_NEIGHBOURS)
+            if len(result.nearest_peer_ids) > MAX_NEIGHBOURS:
+                raise WireError(f"{len(result.nearest_peer_ids)} neighbours of one key")
+            if any(len(peer_id) > MAX_PEER_ID_BYTES for peer_id in result.nearest_peer_ids):
+                raise WireError("a peer id that is too long")
+            _check_records([result.value])
+
+
+def _check_sender(message: Any) -> None:
+    if len(message.peer.node_id) not in (0, NODE_ID_BYTES):
+        raise WireError(f"a node id of {len(message.peer.node_id)} bytes")
+
+
+def _check_ids(ids: Any, most: int) -> None:
+    if len(ids) > most:
+        raise WireError(f"{len(ids)} keys or node ids, more than {most}")
+    if any(len(node_id) != NODE_ID_BYTES for node_id in ids):
+        raise WireError(f"a key or node id that does not have {NODE_ID_BYTES} bytes")
+
+
+def _check_records(values: Any) -> None:
+    if any(len(value) > MAX_RECORDS_BYTES for value in values):
+        raise WireError(f"records of more than {MAX_RECORDS_BYTES} bytes under one key")
+
+
+class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
+    """hivemind's storage with limits: strangers' records cannot push out members'.
+
+    hivemind's storage keeps any number of keys, and of records under each. With a limit, a full storage must drop a
+    record or refuse one. Dropping the record that expires first would drop a member's: those live for 30 s, a
+    stranger's for up to two minutes. Dropping a random one would do so sooner or later, as a stranger can store faster
+    than members renew. So stored records stay: new owners are refused while a key is full, and new keys while there are
+    too many. Renewals are accepted, so a member keeps its place. A new member that is refused still joins: it dials the
+    announced members, and their heartbeats name it to others.
+
+    A node whose clock is behind refuses all records under a key if one expires too late for it. So what is stored
+    expires a few seconds sooner than it accepts.
+    """
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        records = _records(self.get(key))
+        latest = hivemind.get_dht_time() + MAX_EXPIRES_IN_S
+        if expiration_time > latest:
+            return False
+        for owner in [owner for owner, held in records.items() if held.expiration_time > latest]:
+            del records[owner]  # from before our clock was set back
+        if subkey not in records and (
+            len(records) >= MAX_RECORDS
+            or (key not in self and len(self) >= MAX_KEYS)
+            or sum(subkey in _records(other) for _, other in self.items()) >= MAX_KEYS_OF_OWNER
+        ):
+            return False
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+
+def _records(held: Any) -> Any:
+    """The records under a key, by owner."""
+    is_shared = held is not None and isinstance(held.value, hivemind.DictionaryDHTValue)
+    return held.value if is_shared else hivemind.DictionaryDHTValue()

@@ -26,6 +26,7 @@ from p2ptrain.network.dht_limits import (
     MAX_SUBKEY_BYTES,
     MAX_VALUE_BYTES,
     BoundedP2P,
+    BoundedRoutingTable,
     BoundedStorage,
 )
 from p2ptrain.network.identity import Identity, is_allowed, peer_id_of
@@ -237,12 +238,16 @@ async def _create_node(
             "check that a p2ptrain peer printed these addresses"
         ) from None
     node.protocol.wait_timeout = NODE_TIMEOUT_S
-    _bound_storage(node)
+    _bound(node)
     return node
 
 
-def _bound_storage(node: hivemind.DHTNode) -> None:
-    """Replace the storages of a node by bounded ones, and move their records there."""
+def _bound(node: hivemind.DHTNode) -> None:
+    """Replace the storages and the routing table of a node by bounded ones, and move their content there."""
+    table = node.protocol.routing_table
+    node.protocol.routing_table = BoundedRoutingTable(table.node_id, table.bucket_size, table.depth_modulo)
+    for node_id, peer_id in table.uid_to_peer_id.items():
+        node.protocol.routing_table.add_or_update_node(node_id, peer_id)
     for name in ("storage", "cache"):
         bounded = BoundedStorage()
         for key, (value, _) in getattr(node.protocol, name).items():

@@ -1,11 +1,14 @@
 """What strangers may do to our DHT node: limits of requests and answers, and of what it stores and remembers.
 
-The node asks nodes that strangers name, and hivemind takes whatever they answer. So `BoundedP2P` refuses malformed
-answers before they are parsed, and `BoundedStorage` limits what our node stores.
+p2pd passes the requests of all peers to the node, also those that the user refuses, and the node asks nodes that
+strangers name. hivemind takes whatever they send. So `BoundedP2P` refuses malformed requests before they are handled,
+and malformed answers before they are parsed, and `BoundedStorage` and `BoundedRoutingTable` limit what stays.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from p2ptrain.errors import WireError
@@ -26,13 +29,37 @@ MAX_KEYS = 256
 MAX_KEYS_OF_OWNER = 4
 # All records under a key, with their signatures, as one value of a message.
 MAX_RECORDS_BYTES = MAX_RECORDS * (MAX_SUBKEY_BYTES + 2 * MAX_VALUE_BYTES + 64)
+# Keys of one lookup request. Each has one; hivemind would ask for 4 at once if all 16 of a run were looked up together.
+# The answer then has less than the 4 MiB of a message.
+MAX_KEYS_ASKED = 4
+# A ping, or a request of four keys, has less than 150 bytes.
+MAX_REQUEST_BYTES = 1024
 # Neighbours that a node names for a key: hivemind's bucket size.
 MAX_NEIGHBOURS = 20
 NODE_ID_BYTES = 20
 
 
 class BoundedP2P(hivemind.P2P):  # type: ignore[misc]
-    """hivemind's connection to p2pd, which refuses answers to our DHT node that break a rule."""
+    """hivemind's connection to p2pd, which refuses requests to our DHT node, and answers to it, that break a rule."""
+
+    @classmethod
+    async def replicate(cls, daemon_listen_maddr: hivemind.Multiaddr) -> BoundedP2P:
+        p2p: BoundedP2P = await super().replicate(daemon_listen_maddr)
+        p2p._client.control._handler_tasks = RunningTasks()
+        return p2p
+
+    async def _add_protobuf_unary_handler(
+        self,
+        handle_name: str,
+        handler: Callable[..., Awaitable[Any]],
+        input_protobuf_type: type,
+        balanced: bool = False,
+    ) -> None:
+        async def handle(request: Any, context: Any) -> Any:
+            check_request(request)
+            return await handler(request, context)
+
+        await super()._add_protobuf_unary_handler(handle_name, handle, input_protobuf_type, balanced=balanced)
 
     async def _call_unary_protobuf_handler(
         self, peer_id: hivemind.PeerID, handle_name: str, input: Any, output_protobuf_type: type
@@ -40,6 +67,19 @@ class BoundedP2P(hivemind.P2P):  # type: ignore[misc]
         answer = await super()._call_unary_protobuf_handler(peer_id, handle_name, input, output_protobuf_type)
         check_answer(answer)
         return answer
+
+
+def check_request(request: Any) -> None:
+    """Check a request of another node. Raises WireError."""
+    _check_sender(request)
+    if isinstance(request, hivemind.dht_pb2.StoreRequest):
+        _check_ids(request.keys, MAX_KEYS)
+        _check_records(request.values)
+        return
+    if request.ByteSize() > MAX_REQUEST_BYTES:
+        raise WireError(f"a request of {request.ByteSize()} bytes")
+    if isinstance(request, hivemind.dht_pb2.FindRequest):
+        _check_ids(request.keys, MAX_KEYS_ASKED)
 
 
 def check_answer(answer: Any) -> None:
@@ -75,6 +115,48 @@ def _check_records(values: Any) -> None:
         raise WireError(f"records of more than {MAX_RECORDS_BYTES} bytes under one key")
 
 
+class RunningTasks(dict[Any, "asyncio.Task[None]"]):
+    """The tasks that handle requests, by call. Each is forgotten when it ends.
+
+    hivemind forgets only those that have answered: not those that are cancelled because the peer closes its stream, nor
+    those whose answer is too large.
+    """
+
+    def __setitem__(self, call_id: Any, task: asyncio.Task[None]) -> None:
+        super().__setitem__(call_id, task)
+        task.add_done_callback(lambda _: self.pop(call_id, None))
+
+
+class BoundedRoutingTable(hivemind.RoutingTable):  # type: ignore[misc]
+    """hivemind's routing table with one node id per peer, and at most `bucket_size` replacements in each bucket.
+
+    hivemind's has any number of them. A peer's new node id replaces its old one: a restarted peer has a new one, and
+    p2pd authenticates who names it, so a peer moves only itself. A node id that another peer has is refused, so that
+    nobody takes an honest node's place.
+    """
+
+    def add_or_update_node(self, node_id: Any, peer_id: hivemind.PeerID) -> Any:
+        """The node to ping if the bucket is full, else None."""
+        if self.get(node_id=node_id, default=peer_id) != peer_id:
+            return None
+        old = self.get(peer_id=peer_id, default=node_id)
+        if old != node_id:
+            del self[old]
+        asked = super().add_or_update_node(node_id, peer_id)
+        replacements = self.buckets[self.get_bucket_index(node_id)].replacement_nodes
+        if len(replacements) > self.bucket_size:
+            del self[next(iter(replacements))]
+        return asked
+
+    def split_bucket(self, index: int) -> None:
+        """Split a bucket. hivemind puts the node at the middle into the wrong half, from which it is never removed."""
+        super().split_bucket(index)
+        left, right = self.buckets[index : index + 2]
+        for nodes in (left.nodes_to_peer_id, left.replacement_nodes):
+            if (peer_id := nodes.pop(right.lower, None)) is not None:
+                right.add_or_update_node(hivemind.DHTID(right.lower), peer_id)
+
+
 class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
     """hivemind's storage with limits: strangers' records cannot push out members'.
 
@@ -87,6 +169,9 @@ class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
 
     A node whose clock is behind refuses all records under a key if one expires too late for it. So what is stored
     expires a few seconds sooner than it accepts.
+
+    For a record that is stored again, hivemind's storage keeps one more entry until it expires, and it removes a record
+    as early as an older one that is stored after it. So only a record that expires later reaches it.
     """
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
@@ -96,7 +181,10 @@ class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
             return False
         for owner in [owner for owner, held in records.items() if held.expiration_time > latest]:
             del records[owner]  # from before our clock was set back
-        if subkey not in records and (
+        held = records.get(subkey)
+        if held is not None and held.expiration_time >= expiration_time:
+            return False
+        if held is None and (
             len(records) >= MAX_RECORDS
             or (key not in self and len(self) >= MAX_KEYS)
             or sum(subkey in _records(other) for _, other in self.items()) >= MAX_KEYS_OF_OWNER

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
+from uuid import uuid4
 
 import pytest
 import trio
 from hivemind.dht import DHTID
+from hivemind.dht.routing import RoutingTable
 
 from p2ptrain.errors import WireError
-from p2ptrain.network._hivemind import DHTNode, PeerID, dht_pb2
+from p2ptrain.network._hivemind import DHTNode, PeerID, dht_pb2, p2pd_pb2
 from p2ptrain.network.dht_limits import (
+    MAX_KEYS,
+    MAX_KEYS_ASKED,
     MAX_NEIGHBOURS,
     MAX_RECORDS_BYTES,
+    MAX_REQUEST_BYTES,
+    BoundedRoutingTable,
+    BoundedStorage,
     check_answer,
+    check_request,
 )
+from p2ptrain.network.host import open_network
 from p2ptrain.network.thread import from_asyncio
-from tests.network.local import open_pair
+from tests.network.local import config, open_pair
 
 Run = Callable[..., Any]
 ID = bytes(20)
 PEER = bytes([18, 32, *range(32)])
-
-
-def node_of(network: Any) -> DHTNode:
-    node = network.directory._node
-    assert node is not None
-    return node
 
 
 def named(*peer_ids: bytes, node_ids: int | None = None, value: bytes = b"") -> dht_pb2.FindResponse:
@@ -87,3 +93,162 @@ def test_a_long_peer_id_in_an_answer_is_not_parsed(run: Run, monkeypatch: pytest
                 await trio.sleep(0.01)
 
     run(main)
+
+
+# --- requests ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        dht_pb2.FindRequest(keys=(MAX_KEYS_ASKED + 1) * [ID]),
+        dht_pb2.FindRequest(keys=[bytes(21)]),
+        dht_pb2.FindRequest(keys=[ID], peer=dht_pb2.NodeInfo(node_id=bytes(1000))),
+        dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=bytes(21))),
+        dht_pb2.PingRequest.FromString(b"\x7a\xe8\x07" + bytes(MAX_REQUEST_BYTES)[:1000] + b"\x7a\x20" + bytes(32)),
+        dht_pb2.StoreRequest(keys=(MAX_KEYS + 1) * [ID]),
+        dht_pb2.StoreRequest(keys=[b""]),
+        dht_pb2.StoreRequest(keys=[ID], values=[bytes(MAX_RECORDS_BYTES + 1)]),
+    ],
+)
+def test_requests_that_no_honest_node_sends_are_refused(request_: Any) -> None:
+    with pytest.raises(WireError):
+        check_request(request_)
+
+
+def test_the_requests_of_honest_nodes_are_taken() -> None:
+    sender = dht_pb2.NodeInfo(node_id=ID)
+    check_request(dht_pb2.FindRequest(keys=MAX_KEYS_ASKED * [ID], peer=sender))
+    check_request(dht_pb2.PingRequest(peer=sender, validate=True))
+    check_request(dht_pb2.PingRequest())
+    # A node hands all that it stores to one that it meets.
+    check_request(dht_pb2.StoreRequest(keys=MAX_KEYS * [ID], values=[bytes(MAX_RECORDS_BYTES)], peer=sender))
+
+
+def test_the_answer_to_an_allowed_request_fits_into_a_message() -> None:
+    assert MAX_KEYS_ASKED * (MAX_RECORDS_BYTES + MAX_NEIGHBOURS * 100) < 4 * 2**20
+
+
+@pytest.mark.processes
+def test_a_node_refuses_many_keys_and_forgets_the_request(run: Run) -> None:
+    async def main() -> None:
+        async with open_pair() as (victim, attacker):
+            theirs, running = node_of(attacker).protocol, node_of(victim).p2p._client.control._handler_tasks
+            peer = PeerID.from_base58(victim.peer_id)
+            few, many = ([DHTID.generate(number) for number in range(count)] for count in (4, 5))
+            assert await from_asyncio(theirs.call_find(peer, few)) is not None
+            assert await from_asyncio(theirs.call_find(peer, many)) is None
+            while running:
+                await trio.sleep(0.01)
+
+    run(main)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fate", ["closed by the peer", "answer too large"])
+def test_a_request_is_forgotten_however_it_ends(run: Run, fate: str) -> None:
+    async def main() -> None:
+        async with open_network(config()) as network:
+            control, call_id = node_of(network).p2p._client.control, uuid4()
+
+            async def handler(request: bytes, remote: PeerID) -> bytes:
+                if fate == "closed by the peer":
+                    await asyncio.sleep(3600.0)
+                return bytes(2 * control.persistent_conn_max_msg_size)
+
+            async def handle() -> None:
+                control.unary_handlers["test"] = handler
+                request = p2pd_pb2.CallUnaryRequest(proto="test", peer=PEER)
+                task = asyncio.create_task(control._handle_persistent_request(call_id, request))
+                control._handler_tasks[call_id] = task
+                if fate == "closed by the peer":
+                    await asyncio.sleep(0)
+                    task.cancel()
+                await asyncio.wait([task])
+                await asyncio.sleep(0)
+
+            await from_asyncio(handle())
+            assert not control._handler_tasks
+
+    run(main)
+
+
+# --- the routing table -------------------------------------------------------------------------------------------
+
+
+def node_of(network: Any) -> DHTNode:
+    node = network.directory._node
+    assert node is not None
+    return node
+
+
+def peer(number: int) -> PeerID:
+    return PeerID(bytes([18, 32, *[0] * 28, *number.to_bytes(4)]))
+
+
+def table(node_id: int = 0) -> BoundedRoutingTable:
+    return BoundedRoutingTable(DHTID(node_id), MAX_NEIGHBOURS, 5)
+
+
+def test_one_peer_has_one_node_id() -> None:
+    """A stranger names any number of node ids; a restarted peer has a new one."""
+    nodes = table()
+    nodes.add_or_update_node(DHTID(7), peer(7))
+    for number in range(100, 1100):
+        nodes.add_or_update_node(DHTID(number), peer(1))
+    assert nodes.uid_to_peer_id == {7: peer(7), 1099: peer(1)}
+    assert nodes.peer_id_to_uid == {peer(7): 7, peer(1): 1099}
+    assert sum(len(bucket.nodes_to_peer_id) + len(bucket.replacement_nodes) for bucket in nodes.buckets) == 2
+
+
+def test_nobody_takes_the_node_id_of_another_peer() -> None:
+    nodes = table()
+    nodes.add_or_update_node(DHTID(7), peer(7))
+    nodes.add_or_update_node(DHTID(8), peer(8))
+    assert nodes.add_or_update_node(DHTID(7), peer(8)) is None
+    assert nodes.uid_to_peer_id == {7: peer(7), 8: peer(8)}
+
+
+def test_many_peers_fill_a_bucket_and_its_replacements_only() -> None:
+    nodes, top = table(), DHTID.MAX - 1
+    for number in range(1000):
+        nodes.add_or_update_node(DHTID(top - number), peer(number))
+    assert len(nodes.uid_to_peer_id) == len(nodes.peer_id_to_uid) == 2 * MAX_NEIGHBOURS
+    assert nodes.get(node_id=DHTID(top)) == peer(0)  # the first stay as long as they answer
+    assert nodes.get(node_id=DHTID(top - 999)) == peer(999)  # of the replacements the latest
+
+
+def test_a_thousand_honest_nodes_are_kept_as_hivemind_does() -> None:
+    rng = random.Random(0)
+    theirs, ours = RoutingTable(DHTID(5), MAX_NEIGHBOURS, 5), table(5)
+    for number in range(1000):
+        node_id = DHTID(rng.getrandbits(160))
+        theirs.add_or_update_node(node_id, peer(number))
+        ours.add_or_update_node(node_id, peer(number))
+    assert [b.nodes_to_peer_id for b in ours.buckets] == [b.nodes_to_peer_id for b in theirs.buckets]
+    assert len(ours.uid_to_peer_id) > 900
+
+
+def test_a_node_at_the_middle_of_a_bucket_can_be_removed() -> None:
+    """With hivemind's table it would stay for good, and each lookup would wait for it."""
+    nodes, middle = table(), DHTID(2**159)
+    nodes.add_or_update_node(middle, peer(0))
+    for number in range(1, 25):
+        nodes.add_or_update_node(DHTID(2**159 + number * 2**100), peer(number))
+    assert len(nodes.buckets) > 1
+    assert nodes.get(node_id=middle) == peer(0)
+    del nodes[middle]
+    assert middle not in nodes
+
+
+# --- the storage -------------------------------------------------------------------------------------------------
+
+
+def test_storing_a_record_again_takes_no_memory_and_an_older_one_ends_no_record() -> None:
+    storage, later = BoundedStorage(), time.time() + 60.0
+    assert storage.store_subkey(b"key", b"owner", b"new", later)
+    for number in range(100):
+        assert not storage.store_subkey(b"key", b"owner", b"old", later - number % 50)
+    held = storage.get(b"key").value
+    assert len(storage.expiration_heap) == len(held.expiration_heap) == 1
+    assert held.key_to_heap[b"owner"].expiration_time == later

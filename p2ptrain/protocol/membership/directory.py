@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from p2ptrain.error_log import ErrorLog
+from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import MAX_MADDRS, Maddrs, Name
@@ -92,11 +93,16 @@ def directory_of(directory: Directory, closed: ClosedRun | None, me: PeerId) -> 
 
 
 async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members:
-    """Look up all other members of a run."""
+    """Look up all other members of a run. Keys for which nobody answers are skipped."""
     found: Members = {}
 
     async def look(bucket: int) -> None:
-        for peer_id, value in (await directory.lookup(member_key(run_id, bucket))).items():
+        try:
+            records = await directory.lookup(member_key(run_id, bucket))
+        except PeerLostError as error:
+            logger.debug("looking up members of run %s: %s", run_id, error)
+            return
+        for peer_id, value in records.items():
             record = decode_record(value)
             if record is not None and peer_id != me and bucket_of(peer_id) == bucket:
                 found[peer_id] = record

@@ -312,7 +312,11 @@ class Membership:
 
     async def _look_up(self, bucket: int, done: set[int]) -> None:
         with self._looking_up.containing("looking up members"):
-            found = await self._directory.lookup(member_key(self._run_id, bucket))
+            try:
+                found = await self._directory.lookup(member_key(self._run_id, bucket))
+            except PeerLostError as error:
+                logger.debug("looking up members: %s", error)
+                return
             # An identity belongs under one key only.
             of_key = {peer_id: value for peer_id, value in found.items() if bucket_of(peer_id) == bucket}
             records = {peer_id: record for peer_id, value in of_key.items() if (record := decode_record(value))}

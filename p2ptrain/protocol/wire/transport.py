@@ -113,11 +113,14 @@ class Directory(Protocol):
     """A shared table of signed, expiring records (a DHT, or a dict in tests). Peers of a run find each other in it."""
 
     async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
-        """Store our record under `key`, replacing our earlier one. Returns False if no node accepted it."""
+        """Store our record under `key`, replacing our earlier one. Returns False if nobody accepted it."""
         ...
 
     async def lookup(self, key: str) -> Mapping[PeerId, bytes]:
-        """All records under `key` that have not expired, by the peer that signed them."""
+        """All records under `key` that have not expired, by the peer that signed them.
+
+        Raises PeerLostError if nobody answers, which does not mean that there are none.
+        """
         ...
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 import trio
 
-from p2ptrain.errors import ConfigError, OtherRunError
+from p2ptrain.errors import ConfigError, OtherRunError, PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
-from p2ptrain.protocol.membership.directory import RECORD_TTL_S, bucket_of, encode_record, member_key
+from p2ptrain.protocol.membership.directory import RECORD_TTL_S, bucket_of, encode_record, find_members, member_key
 from p2ptrain.protocol.membership.lookup import MAX_SETTINGS_BYTES, SettingsAnswers, ask_settings, check_key
 from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE
 from p2ptrain.protocol.membership.status import list_members
 from p2ptrain.protocol.wire.messages import Answer, Request
+from p2ptrain.protocol.wire.transport import Directory
 from p2ptrain.settings.config import RunConfig, agrees
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import hello_of, start_endpoint
@@ -326,6 +327,30 @@ def test_a_member_that_the_user_chose_is_believed_before_strangers(chosen: str) 
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
+
+
+def test_keys_for_which_nobody_answers_hide_no_other_members(caplog: pytest.LogCaptureFixture) -> None:
+    class Deaf:
+        def __init__(self, directory: Directory) -> None:
+            self._directory = directory
+
+        async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
+            return False
+
+        async def lookup(self, key: str) -> Mapping[str, bytes]:
+            if key == member_key("test", bucket_of("a")):
+                raise PeerLostError("no other node of the DHT answers")
+            return await self._directory.lookup(key)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        for name in "abc":
+            await announce(network, name)
+        assert bucket_of("a") not in (bucket_of("b"), bucket_of("c"))
+        assert (await find_members(Deaf(network.directory("me")), "test", "me")).keys() == {"b", "c"}
+
+    run_virtual(main)
+    assert "Traceback" not in caplog.text
 
 
 # --- members -----------------------------------------------------------------------------------------------------

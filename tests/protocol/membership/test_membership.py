@@ -289,7 +289,10 @@ def test_a_directory_that_raises_costs_that_refresh_only(caplog: pytest.LogCaptu
     assert caplog.text.count("Traceback") == 2
 
 
-def test_a_directory_that_never_answers_is_not_taken_for_an_empty_one() -> None:
+@pytest.mark.parametrize("error", [OSError("a bug"), PeerLostError("no other node of the DHT answers")])
+def test_a_directory_that_never_answers_is_not_taken_for_an_empty_one(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody may found a run because looking for its members fails."""
 
     class Dead:
@@ -297,7 +300,7 @@ def test_a_directory_that_never_answers_is_not_taken_for_an_empty_one() -> None:
             return True
 
         async def lookup(self, key: str) -> Mapping[str, bytes]:
-            raise OSError("no directory")
+            raise error
 
     async def main() -> None:
         async with town() as t, trio.open_nursery() as nursery:
@@ -310,6 +313,8 @@ def test_a_directory_that_never_answers_is_not_taken_for_an_empty_one() -> None:
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
+    # That nobody answers is normal life.
+    assert caplog.text.count("Traceback") == (0 if isinstance(error, PeerLostError) else 1)
 
 
 def test_an_exception_while_one_member_is_dialled_costs_that_dial_only(caplog: pytest.LogCaptureFixture) -> None:

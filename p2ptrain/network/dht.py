@@ -29,15 +29,16 @@ from p2ptrain.network.dht_limits import (
     BoundedRoutingTable,
     BoundedStorage,
 )
+from p2ptrain.network.dht_search import search, store, unless_it_ends
 from p2ptrain.network.identity import Identity, is_allowed, peer_id_of
 from p2ptrain.network.thread import from_asyncio, open_background
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
-# A silent node delays an operation by hivemind's 3 s; this allows two in a row.
-OPERATION_TIMEOUT_S = 8.0
 NODE_TIMEOUT_S = 3.0
+# A search uses what has arrived by then: a silent node leaves others 2 s. Storing a record takes NODE_TIMEOUT_S more.
+SEARCH_TIMEOUT_S = 5.0
 # An initial peer answers our first ping after it has pinged us back, which may take it NODE_TIMEOUT_S. 8 s is a guess.
 FIRST_ANSWER_S = 8.0
 # The clocks of initial peers are asked for after the first answer; the rest is for a busy machine. Dialling takes up to
@@ -59,13 +60,18 @@ class HivemindDirectory:
 
     def __init__(self, identity: Identity) -> None:
         self._node: hivemind.DHTNode | None = None
+        self._may_be_alone = False
         self._subkey = owner_subkey(identity.key.get_public_key())
         self._last_expiration: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def through(self, node: hivemind.DHTNode) -> Iterator[None]:
-        """Use a node until the block ends. Without a node, announcing fails and lookups are empty."""
-        self._node = node
+    def through(self, node: hivemind.DHTNode, *, may_be_alone: bool) -> Iterator[None]:
+        """Use a node until the block ends. Without a node, announcing fails and lookups raise.
+
+        `may_be_alone`: whether our node may be the only one. Else its own answer counts only beside another's: our line
+        may be down.
+        """
+        self._node, self._may_be_alone = node, may_be_alone
         try:
             yield
         finally:
@@ -76,7 +82,8 @@ class HivemindDirectory:
 
         `value` has at most 4 KiB, and `expires_in_s` is at most 120.
         """
-        if self._node is None:
+        node, may_be_alone = self._node, self._may_be_alone
+        if node is None:
             return False
         assert len(value) <= MAX_VALUE_BYTES
         assert 0 < expires_in_s <= MAX_EXPIRES_IN_S
@@ -84,35 +91,32 @@ class HivemindDirectory:
         now, last = hivemind.get_dht_time(), self._last_expiration.get(key, 0.0)
         if last > now + MAX_EXPIRES_IN_S:
             last = 0.0  # our clock was ahead, and other nodes have refused that record
-        expiration = max(now + expires_in_s, last + 1e-3)
-        self._last_expiration[key] = expiration
-        with trio.move_on_after(OPERATION_TIMEOUT_S), _unless_it_ends():
-            return bool(await from_asyncio(self._node.store(key, value, expiration, subkey=self._subkey)))
-        return False
+        expires = max(now + expires_in_s, last + 1e-3)
+        self._last_expiration[key] = expires
+        key_id = hivemind.DHTID.generate(key)
+        found = await search(node, key_id, SEARCH_TIMEOUT_S)
+        accepted = await store(node, key_id, self._subkey, value, expires, found.nodes)
+        return any(is_stored for node_id, is_stored in accepted.items() if may_be_alone or node_id != node.node_id)
 
     async def lookup(self, key: str) -> Mapping[str, bytes]:
-        """Unexpired records under `key`, by signing peer; empty if none is found within 8 s."""
-        if self._node is None:
-            return {}
-        with trio.move_on_after(OPERATION_TIMEOUT_S), _unless_it_ends():
-            found = await from_asyncio(self._node.get(key, latest=True))
-            if found is not None and isinstance(found.value, dict):
-                now = hivemind.get_dht_time()
-                return {
-                    owner: value
-                    for subkey, (value, expiration) in found.value.items()
-                    if (owner := owner_of(subkey)) is not None and _is_value(value) and expiration > now
-                }
-        return {}
+        """Unexpired records under `key`, by signing peer: those that arrive within 5 s.
 
-
-@contextlib.contextmanager
-def _unless_it_ends() -> Iterator[None]:
-    """Ignore errors: when the daemon ends during an operation, hivemind raises one of many types."""
-    try:
-        yield
-    except Exception as error:
-        logger.debug("an operation of the DHT failed: %r", error)
+        Raises PeerLostError if no other node answers, unless our node may be alone.
+        """
+        node, may_be_alone = self._node, self._may_be_alone
+        if node is None:
+            raise PeerLostError("there is no DHT node now")
+        key_id = hivemind.DHTID.generate(key)
+        found = await search(node, key_id, SEARCH_TIMEOUT_S)
+        if not found.nodes and not may_be_alone:
+            raise PeerLostError("no other node of the DHT answers")
+        now, values = hivemind.get_dht_time(), dict[str, bytes]()
+        for subkey, (signed, expires) in found.records.items():
+            record = hivemind.DHTRecord(key_id.to_bytes(), hivemind.MSGPackSerializer.dumps(subkey), signed, expires)
+            value = hivemind.MSGPackSerializer.loads(node.protocol.record_validator.strip_value(record))
+            if (owner := owner_of(subkey)) is not None and _is_value(value) and expires > now:
+                values[owner] = value
+        return values
 
 
 class OwnedRecords:
@@ -201,7 +205,7 @@ async def join_dht(
         with trio.CancelScope(shield=True):
             # A node on a dead daemon would not answer.
             if node is not None and not daemon.exited.is_set():
-                with trio.move_on_after(LEAVE_TIMEOUT_S), _unless_it_ends():
+                with trio.move_on_after(LEAVE_TIMEOUT_S), unless_it_ends():
                     await from_asyncio(node.shutdown())
             if node is not None:
                 node.is_alive = False

@@ -176,7 +176,8 @@ class Network:
                 # p2pd ends with the DHT's connection to it, so that connection is closed last.
                 joining = join_dht(daemon, self._identity, config, connected)
                 async with joining as node, self.transport.through(daemon):
-                    with self.directory.through(node):
+                    alone = self._alone or not config.initial_peers
+                    with self.directory.through(node, may_be_alone=alone):
                         yield daemon
             except PeerLostError as error:
                 raise TransientError(f"the libp2p daemon ended right after its start ({error}); try again") from None

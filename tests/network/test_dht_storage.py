@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import trio
@@ -21,6 +19,7 @@ from p2ptrain.network.dht_limits import (
     MAX_RECORDS,
     BoundedStorage,
 )
+from p2ptrain.network.dht_search import Found
 
 KEY = b"key"
 
@@ -121,24 +120,26 @@ def test_after_the_clock_was_ahead_a_record_is_renewed_and_lasts_no_longer_than_
 def test_announcements_go_on_after_the_clock_was_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     expirations, ahead_s = list[float](), 6 * 3600.0
 
-    class Node:
-        async def store(self, key: str, value: bytes, expiration: float, subkey: bytes) -> bool:
-            expirations.append(expiration)
-            return True
+    async def found(*_: object) -> Found:
+        return Found()
 
-    async def plainly(coroutine: Coroutine[Any, Any, bool]) -> bool:
-        return await coroutine
+    async def store(
+        _: object, key: object, subkey: bytes, value: bytes, expires: float, nodes: object
+    ) -> dict[str, bool]:
+        expirations.append(expires)
+        return {"": True}
 
     async def announce() -> None:
         directory = HivemindDirectory(SimpleNamespace(key=RSAPrivateKey()))  # type: ignore[arg-type]
-        with directory.through(Node()):
+        with directory.through(object(), may_be_alone=True):
             assert await directory.announce("run", b"here", 30.0)
             nonlocal ahead_s
             ahead_s = 0.0
             for _ in range(2):
                 assert await directory.announce("run", b"here", 30.0)
 
-    monkeypatch.setattr(dht, "from_asyncio", plainly)
+    monkeypatch.setattr(dht, "search", found)
+    monkeypatch.setattr(dht, "store", store)
     monkeypatch.setattr(hivemind, "get_dht_time", lambda: time.time() + ahead_s)
     trio.run(announce)
     assert expirations[0] > time.time() + 3600.0

@@ -92,9 +92,12 @@ def directory_of(directory: Directory, closed: ClosedRun | None, me: PeerId) -> 
     return directory if closed is None else ClosedDirectory(directory, closed, me)
 
 
-async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members:
-    """Look up all other members of a run. Keys for which nobody answers are skipped."""
-    found: Members = {}
+async def find_members(directory: Directory, run_id: str, me: PeerId, found: Members | None = None) -> Members:
+    """Look up all other members of a run. Keys for which nobody answers are skipped.
+
+    `found` is filled as the keys answer, for callers that do not wait for the last one.
+    """
+    found = {} if found is None else found
 
     async def look(bucket: int) -> None:
         try:

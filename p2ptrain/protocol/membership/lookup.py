@@ -41,6 +41,8 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
+# How often members are looked up and asked, until one has answered.
+ASK_AGAIN_S = 0.3
 # New records are found within about a second. After this long without any, the run is assumed not to exist.
 LOOK_S = 2.0
 MAX_SETTINGS_BYTES = 64 * 1024
@@ -105,10 +107,11 @@ async def ask_settings(
     # The network layer has the addresses of initial peers; their records may be missing among too many.
     initial: Members = {peer_id: ((), TRAINER) for peer_id in chosen if peer_id != transport.peer_id}
     found: Members = {}
-    members: Members = initial
     asking: set[PeerId] = set()
+    first_asked_s: dict[PeerId, float] = {}
     cut_short: set[PeerId] = set()
     errors = ErrorLog(logger)
+    started, looked_s = trio.current_time(), -math.inf
 
     async def ask(peer_id: PeerId, maddrs: tuple[str, ...], dial_s: float) -> None:
         nonlocal refused
@@ -138,32 +141,53 @@ async def ask_settings(
             answers.failures[peer_id] += 1
             return
         answers.add(peer_id, told)
-        if answers.is_enough(found):
+        if is_enough():
             nursery.cancel_scope.cancel()
 
-    async with observer_links(transport, run_id, closed, refusal) as links:
-        started = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            while True:
-                with errors.containing("looking for members"), trio.move_on_after(timeout_s):
-                    found = await find_members(directory, run_id, transport.peer_id)
-                    members = initial | found
-                waited_s = trio.current_time() - started
-                if answers.is_enough(found) or (not found and not asking - initial.keys() and waited_s > LOOK_S):
-                    break
-                if waited_s >= timeout_s and (answers.best or not answers.untried(found) or waited_s > MAX_LOOK_S):
-                    break
-                idle = list(members.keys() - asking - answers.answered)
-                rng.shuffle(idle)
-                idle.sort(key=lambda peer_id: (answers.failures[peer_id], peer_id not in chosen, peer_id in cut_short))
-                crowded = len(idle) > DIALLED_AT_ONCE
-                for peer_id in idle[: DIALLED_AT_ONCE - len(asking)]:
-                    asking.add(peer_id)
-                    is_first = not (peer_id in chosen or peer_id in cut_short or answers.failures[peer_id])
-                    dial_s = FIRST_DIAL_S if crowded and is_first else math.inf
-                    nursery.start_soon(ask, peer_id, members[peer_id][0], dial_s)
-                await trio.sleep(0.3)
-            nursery.cancel_scope.cancel()
+    async def look() -> None:
+        """Look for members again and again. `found` has those of the keys that answer, however late others are."""
+        nonlocal found, looked_s
+        while True:
+            heard: Members = {}
+            found, is_whole = found or heard, False
+            with errors.containing("looking for members"), trio.move_on_after(timeout_s):
+                await find_members(directory, run_id, transport.peer_id, heard)
+                is_whole = True
+            found, looked_s = heard if is_whole else found | heard, trio.current_time()
+            await trio.sleep(ASK_AGAIN_S)
+
+    def is_enough() -> bool:
+        """Whether there is an answer that no better one may follow. Late keys may have better ones for LOOK_S."""
+        is_named = not answers.answered.isdisjoint(initial)
+        return answers.is_enough(found) and (is_named or max(looked_s, trio.current_time() - LOOK_S) >= started)
+
+    def nobody_is_there() -> bool:
+        """Whether nobody was found for LOOK_S, and each initial peer has answered, failed, or had as long."""
+        soon = trio.current_time() - LOOK_S
+        heard = answers.answered | answers.failures.keys()
+        are_heard = all(first_asked_s.get(peer_id, math.inf) < soon for peer_id in initial.keys() - heard)
+        return not found and not asking - initial.keys() and looked_s > started + LOOK_S and are_heard
+
+    async with observer_links(transport, run_id, closed, refusal) as links, trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        while True:
+            members, waited_s = initial | found, trio.current_time() - started
+            if is_enough() or nobody_is_there():
+                break
+            if waited_s >= timeout_s and (answers.best or not answers.untried(found) or waited_s > MAX_LOOK_S):
+                break
+            idle = list(members.keys() - asking - answers.answered)
+            rng.shuffle(idle)
+            idle.sort(key=lambda peer_id: (answers.failures[peer_id], peer_id not in chosen, peer_id in cut_short))
+            crowded = len(idle) > DIALLED_AT_ONCE
+            for peer_id in idle[: DIALLED_AT_ONCE - len(asking)]:
+                asking.add(peer_id)
+                first_asked_s.setdefault(peer_id, trio.current_time())
+                is_first = not (peer_id in chosen or peer_id in cut_short or answers.failures[peer_id])
+                dial_s = FIRST_DIAL_S if crowded and is_first else math.inf
+                nursery.start_soon(ask, peer_id, members[peer_id][0], dial_s)
+            await trio.sleep(ASK_AGAIN_S)
+        nursery.cancel_scope.cancel()
     best, untried = answers.best, len(answers.untried(found))
     if refused is None and best is None and untried:
         raise UnreachableError(

@@ -121,6 +121,75 @@ def test_settings_are_had_from_a_peer_that_only_just_starts() -> None:
     run_virtual(main)
 
 
+class Slow:
+    """A directory that answers late for some keys."""
+
+    def __init__(self, directory: Directory, late_s: float, is_late: Callable[[str], bool]) -> None:
+        self._directory, self._late_s, self._is_late = directory, late_s, is_late
+
+    async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
+        return await self._directory.announce(key, value, expires_in_s)
+
+    async def lookup(self, key: str) -> Mapping[str, bytes]:
+        if self._is_late(key):
+            await trio.sleep(self._late_s)
+        return await self._directory.lookup(key)
+
+
+@pytest.mark.parametrize("late_s", [2.5, 30.0])
+def test_an_initial_peer_is_asked_before_the_directory_answers(late_s: float) -> None:
+    """A joiner that finds nobody would start a run of its own."""
+
+    async def main() -> None:
+        network = MemoryNetwork(latency_s=0.2)
+        async with trio.open_nursery() as nursery:
+            endpoint = await start_endpoint(network, nursery, hello_of("a"))
+            endpoint.on_request = answer_with(json.dumps(RUN.to_dict()).encode())
+            slow = Slow(network.directory("me"), late_s, lambda key: True)
+            found = await ask_settings(
+                network.transport("me"), slow, "test", timeout_s=TIMEOUT_S, rng=random.Random(0), chosen="a"
+            )
+            assert found == RUN
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_an_initial_peer_has_two_seconds_also_when_others_take_its_place_at_first() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            endpoint = await start_endpoint(network, nursery, hello_of("z"))
+            endpoint.on_request = answer_with(json.dumps(RUN.to_dict()).encode())
+            names = [f"mute {number}" for number in range(DIALLED_AT_ONCE)]
+            for name in names:
+                network.transport(name)
+            found = await ask_settings(
+                network.transport("me"), network.directory("me"), "test", timeout_s=TIMEOUT_S, rng=random.Random(0),
+                chosen=[*names, "z"],
+            )  # fmt: skip
+            assert found == RUN
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_a_key_that_answers_late_hides_no_members_of_others() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            s.start("a", founder=True)
+            await trio.sleep(3)
+            start, late = trio.current_time(), member_key("test", bucket_of("b"))
+            assert late != member_key("test", bucket_of("a"))
+            slow = Slow(s.network.directory("me"), 30.0, lambda key: key == late)
+            transport = s.network.transport("me")
+            found = await ask_settings(transport, slow, "test", timeout_s=TIMEOUT_S, rng=random.Random(0))
+            assert found == RUN
+            assert trio.current_time() - start < 3
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("trouble", ["gone", "mute", "of another run", "of other minds"])
 def test_one_member_in_trouble_does_not_keep_the_settings_away(trouble: str) -> None:
     async def main() -> None:

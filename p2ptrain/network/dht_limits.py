@@ -46,6 +46,7 @@ class BoundedP2P(hivemind.P2P):  # type: ignore[misc]
     async def replicate(cls, daemon_listen_maddr: hivemind.Multiaddr) -> BoundedP2P:
         p2p: BoundedP2P = await super().replicate(daemon_listen_maddr)
         p2p._client.control._handler_tasks = RunningTasks()
+        p2p._client.control._pending_calls = PendingCalls()
         return p2p
 
     async def _add_protobuf_unary_handler(
@@ -125,6 +126,17 @@ class RunningTasks(dict[Any, "asyncio.Task[None]"]):
     def __setitem__(self, call_id: Any, task: asyncio.Task[None]) -> None:
         super().__setitem__(call_id, task)
         task.add_done_callback(lambda _: self.pop(call_id, None))
+
+
+class PendingCalls(dict[Any, "asyncio.Future[bytes]"]):
+    """The calls that wait for an answer, by id. One that was given up does not wait, though its task has yet to notice.
+
+    hivemind's reader would end at the answer to such a call, and with it the whole DHT node.
+    """
+
+    def __contains__(self, call_id: object) -> bool:
+        call = self.get(call_id)
+        return call is not None and not call.done()
 
 
 class BoundedRoutingTable(hivemind.RoutingTable):  # type: ignore[misc]

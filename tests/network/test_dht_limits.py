@@ -29,6 +29,7 @@ from p2ptrain.network.dht_limits import (
     check_request,
 )
 from p2ptrain.network.host import open_network
+from p2ptrain.network.socket_stream import varint
 from p2ptrain.network.thread import from_asyncio
 from tests.network.local import config, open_pair
 
@@ -91,6 +92,33 @@ def test_a_long_peer_id_in_an_answer_is_not_parsed(run: Run, monkeypatch: pytest
             assert not parsed.called
             while peer in ours.routing_table:  # such a node is asked no more
                 await trio.sleep(0.01)
+
+    run(main)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["response", "error", "daemon error"])
+def test_an_answer_to_a_call_that_was_just_given_up_ends_nothing(run: Run, kind: str) -> None:
+    """A stranger may answer as late as it likes."""
+
+    async def main() -> None:
+        async with open_network(config()) as network:
+            control, call_id = node_of(network).p2p._client.control, uuid4()
+            answer = p2pd_pb2.PersistentConnectionResponse(callId=call_id.bytes)
+            if kind == "daemon error":
+                answer.daemonError.message = "late"
+            else:
+                setattr(answer.callUnaryResponse, kind, b"late")
+
+            async def read() -> None:
+                control._pending_calls[call_id] = asyncio.get_running_loop().create_future()
+                control._pending_calls[call_id].cancel()
+                reader, message = asyncio.StreamReader(), answer.SerializeToString()
+                reader.feed_data(varint(len(message)) + message)
+                reader.feed_eof()
+                await control._read_from_persistent_conn(reader)
+
+            await from_asyncio(read())
 
     run(main)
 

@@ -45,6 +45,8 @@ FIRST_ANSWER_S = 8.0
 # 10 s before this, and an error is due within 25 s.
 JOIN_TIMEOUT_S = FIRST_ANSWER_S + 2 * NODE_TIMEOUT_S
 LEAVE_TIMEOUT_S = 1.0
+# How long we look for the nodes nearest to ours if initial peers answer late; the first lookup finds more of them.
+LATE_SEARCH_S = 1.0
 # hivemind's own bound between two nodes' clocks.
 MAX_CLOCK_SKEW_S = 3.0
 VERIFIED_RECORDS = 4096
@@ -193,7 +195,7 @@ async def join_dht(
         try:
             with trio.fail_after(JOIN_TIMEOUT_S):
                 p2p = await from_asyncio(BoundedP2P.replicate(hivemind.Multiaddr(f"/unix{control_path}")))
-                node = await from_asyncio(_create_node(p2p, identity, connected, chosen))
+                node = await _create_node(p2p, identity, connected, chosen)
                 await _check_clock(node, [peer_id for peer_id in connected if peer_id in chosen])
         except (trio.TooSlowError, OSError, EOFError) as error:
             raise PeerLostError(f"the libp2p daemon does not answer: {error!r}") from None
@@ -214,36 +216,57 @@ async def join_dht(
 
 
 async def _create_node(
-    p2p: hivemind.P2P, identity: Identity, connected: Collection[str], chosen: Collection[str]
+    p2p: BoundedP2P, identity: Identity, connected: Collection[str], chosen: Collection[str]
 ) -> hivemind.DHTNode:
-    try:
-        node = await hivemind.DHTNode.create(
-            p2p,
-            initial_peers=[f"/p2p/{peer_id}" for peer_id in connected],
-            wait_timeout=FIRST_ANSWER_S,
-            bootstrap_timeout=NODE_TIMEOUT_S,
-            record_validator=OwnedRecords(identity.key),
-            # Unreachable peers may take part too, and clocks are checked below.
-            strict=False,
-            # No caches: new members must be visible at once, and a key holds all members, not one value.
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            reuse_get_requests=False,
-            # Ask a silent node again every 5 s, without exponential backoff.
-            blacklist_time=5.0,
-            backoff_rate=1.0,
-        )
-    except RuntimeError:  # no initial peer answered
+    # hivemind would enter the DHT by a search without bounds, and before there are limits on what the node stores.
+    creating = hivemind.DHTNode.create(
+        p2p,
+        wait_timeout=FIRST_ANSWER_S,
+        record_validator=OwnedRecords(identity.key),
+        # No caches: new members must be visible at once, and a key holds all members, not one value.
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        cache_refresh_before_expiry=0,
+        reuse_get_requests=False,
+        # Ask a silent node again every 5 s, without exponential backoff.
+        blacklist_time=5.0,
+        backoff_rate=1.0,
+    )
+    node = await from_asyncio(creating)
+    _bound(node)
+    entered_by_s = trio.current_time() + NODE_TIMEOUT_S
+    if connected and not await _is_answered(node, connected, entered_by_s):
         kind = ConfigError if set(connected) & set(chosen) else UnreachableError
         raise kind(
             f"initial peers {', '.join(connected)} can be reached, but do not answer as part of a DHT; "
             "check that a p2ptrain peer printed these addresses"
-        ) from None
+        )
     node.protocol.wait_timeout = NODE_TIMEOUT_S
-    _bound(node)
+    await search(node, node.node_id, max(LATE_SEARCH_S, entered_by_s - trio.current_time()))
     return node
+
+
+async def _is_answered(node: hivemind.DHTNode, connected: Collection[str], until_s: float) -> bool:
+    """Ping the connected peers, and return whether one answers. Once one has, wait for others until `until_s`.
+
+    They add our node to their routing tables if they can ping it, too.
+    """
+    is_answered = False
+
+    async def ping(peer_id: str) -> None:
+        nonlocal is_answered
+        with unless_it_ends():
+            peer = hivemind.PeerID.from_base58(peer_id)
+            # Not strict: peers that cannot be dialled may take part too, and clocks are checked later.
+            if await from_asyncio(node.protocol.call_ping(peer, validate=True, strict=False)) is not None:
+                is_answered = True
+                nursery.cancel_scope.deadline = max(trio.current_time(), until_s)
+
+    async with trio.open_nursery() as nursery:
+        for peer_id in connected:
+            nursery.start_soon(ping, peer_id)
+    return is_answered
 
 
 def _bound(node: hivemind.DHTNode) -> None:

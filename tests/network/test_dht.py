@@ -230,9 +230,9 @@ def test_peers_that_the_user_did_not_choose_keep_no_peer_from_starting(
                 assert await first.directory.lookup("run") == {second.peer_id: b"here"}
 
             async def nobody_answers(*_: Any, **__: Any) -> None:
-                raise RuntimeError("DHTNode bootstrap failed: none of the initial_peers responded to a ping.")
+                await asyncio.sleep(0)
 
-            monkeypatch.setattr(dht.hivemind.DHTNode, "create", nobody_answers)
+            monkeypatch.setattr(dht.hivemind.DHTProtocol, "call_ping", nobody_answers)
             with pytest.raises(UnreachableError, match="do not answer as part of a DHT"):
                 async with open_network(others):
                     pass
@@ -265,6 +265,29 @@ def test_initial_peers_that_answer_as_late_as_they_may_are_waited_for(monkeypatc
     monkeypatch.setattr(dht, "_create_node", late_node)
     monkeypatch.setattr(dht, "clock_ahead_s", late_clock)
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_node_has_its_limits_before_it_enters_the_dht(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with open_network(config()) as first:
+            tables = []
+            ping = dht.hivemind.DHTProtocol.call_ping
+
+            async def observed(self: Any, *args: Any, **options: Any) -> Any:
+                tables.append((type(self.storage), type(self.cache), type(self.routing_table)))
+                return await ping(self, *args, **options)
+
+            async def endless(*_: Any, **__: Any) -> None:
+                raise AssertionError("a search without bounds")
+
+            monkeypatch.setattr(dht.hivemind.DHTProtocol, "call_ping", observed)
+            monkeypatch.setattr(dht.hivemind.DHTNode, "find_nearest_nodes", endless)
+            async with open_network(config(first)) as second:
+                bounded = dht_limits.BoundedStorage, dht_limits.BoundedStorage, dht_limits.BoundedRoutingTable
+                assert set(tables) == {bounded}
+                assert await second.directory.lookup("run") == {}
+
+    run(main)
 
 
 @pytest.mark.slow

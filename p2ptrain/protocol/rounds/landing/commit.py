@@ -260,7 +260,7 @@ class Committer:
             kind, buffer, section = "write", context.state.anchor_tensor()[grid.first : grid.end], grid.section
         elif included and own is not None:
             kind, buffer, section = "add", own.snapshot.weights, own.grid.section
-            self._warn_without_weight(record)
+            self._warn_without_samples(record)
         spent = taker.spent()
         report = RoundReport(
             round=record.round,
@@ -291,15 +291,19 @@ class Committer:
             section=section,
         )
 
-    def _warn_without_weight(self, record: Record) -> None:
+    def _warn_without_samples(self, record: Record) -> None:
         exchange, peer_id = self._context.exchange, self._context.peer_id
-        has_weight = any(c.weight for c in record.contributors if c.peer_id == peer_id)
-        weighs_tokens = self._context.run.round_weights == "tokens"
-        if weighs_tokens and not has_weight and not exchange.tokens and exchange.of_interval > 0:
+        reports_none = not exchange.tokens and exchange.of_interval > 0
+        others_report = record.tokens_total > self.fetcher.head.tokens_total
+        if self._context.run.round_weights == "tokens" and reports_none and others_report:
+            has_weight = any(c.weight for c in record.contributors if c.peer_id == peer_id)
             logger.warning(
-                "our outer gradient had no weight in round %d, so what this peer learned since the last one is lost: "
-                "its training loop reports no samples, and those of other peers do; pass `samples` to step()",
+                "this peer's training loop reports no samples, and those of other peers do. In round %d %s; pass "
+                "`samples` to step()",
                 record.round,
+                "all outer gradients had the same weight"
+                if has_weight
+                else "our outer gradient had no weight, so what this peer learned since the last one is lost",
             )
 
     async def land(self, landing: Landing) -> None:

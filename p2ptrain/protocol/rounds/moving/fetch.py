@@ -31,18 +31,18 @@ class _Fetch:
 class RecordFetcher:
     """Runs at most one fetch, which continues when its waiters are cancelled.
 
-    Args:
+    Attributes:
         head: the head that records must follow; `begin` changes it.
     """
 
     def __init__(self, context: RoundContext, head: Head) -> None:
+        self.head = head
         self._context = context
-        self._head = head
         self._current: _Fetch | None = None
 
     def begin(self, head: Head) -> None:
         """After a new head: stop fetching, as the parts are no longer needed."""
-        self._head = head
+        self.head = head
         self._cancel()
 
     def _cancel(self) -> None:
@@ -57,7 +57,7 @@ class RecordFetcher:
 
         Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
         """
-        context, head = self._context, self._head
+        context, head = self._context, self.head
         check_record(record, context.run, context.averaging, context.grid)
         if record.parent_hash != head.state_hash:
             raise RoundFailedError("the record starts from another state than ours")

@@ -1,18 +1,24 @@
-"""A reducer that withholds what it made of its part: each leader asks it once, and no other reducer is avoided."""
+"""A reducer that withholds its part, or makes an unusable one: each leader asks it once, and avoids no other."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
+from p2ptrain.algorithms.averaging import MAX_MEAN
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.deciding.events import deadline_s
-from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
+from p2ptrain.protocol.rounds.deciding.grid import mean_codec
+from p2ptrain.protocol.rounds.deciding.guard import LEAST_ROUNDS, SpanNorms
 from p2ptrain.protocol.rounds.deciding.timeouts import MARGIN, MIN_ATTEMPT_S
 from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.rounds.moving.member import Participation
@@ -70,6 +76,46 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
             if late:
                 # The leader's next attempt has more time, should the reducer only be slow.
                 assert s.peers[reported[0]].node.driver.context.timeouts.attempt_s() == MARGIN * MIN_ATTEMPT_S
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("lie", ["does not decode", "beyond what a mean can be", "larger than the last rounds"])
+def test_only_the_reducer_of_an_unusable_mean_is_avoided(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without audits, and where members withdraw because of the mean alone."""
+
+    async def main() -> None:
+        run = dataclasses.replace(PLAIN, round_guard="exclude", audit_rate=0.0)
+        async with swarm(run, shapes=FOUR_CHUNKS) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, LEAST_ROUNDS + 1, 4))
+            x, made = s.peers["x"].node.driver, 0
+            honest, codec = x.context.averaging.merge, mean_codec(run)
+
+            def merge(encoded: Sequence[tuple[Encoded, float]], num_blocks: int) -> bytes:
+                nonlocal made
+                made += 1
+                mean = honest(encoded, num_blocks)
+                match lie:
+                    case "does not decode":
+                        return b"\xff" * len(mean)
+                    case "beyond what a mean can be":
+                        return codec.encode(np.full((num_blocks, BLOCK), 2 * MAX_MEAN, np.float32))
+                return codec.encode(np.float32(1e5) * codec.decode(mean, num_blocks))
+
+            monkeypatch.setattr(x.context.averaging, "merge", merge)
+            monkeypatch.setattr(x._schedule, "is_ours_to_lead", lambda *args: False)
+            began = trio.current_time()
+
+            def gone_on() -> bool:
+                for name in "abc":
+                    avoided = set(s.peers[name].node.driver.context.avoided.backed_off(trio.current_time()))
+                    assert avoided <= {"x"}, name
+                rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
+                return all(len(of) >= 5 for of in rounds)
+
+            await s.until(gone_on, within_s=120)
+            assert 1 <= made <= len("abc")
 
     run_virtual(main)
 

@@ -17,6 +17,14 @@ from p2ptrain.protocol.wire.messages import Head, Record
 from p2ptrain.protocol.wire.transport import PeerId
 
 
+class UnusableMeanError(WireError):
+    """A part of the mean, beginning at block `start`, does not decode, or has values that no honest mean has."""
+
+    def __init__(self, start: int, reason: str) -> None:
+        super().__init__(reason)
+        self.start = start
+
+
 class _Fetch:
     """The fetch of one record's parts. `error` is its result; before the end, that it was cancelled."""
 
@@ -55,7 +63,8 @@ class RecordFetcher:
 
         Returns the squared norm of the mean in each span of the record.
 
-        Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
+        Raises RoundFailedError (also for unexpected errors), PeerLostError, UnusableMeanError, or another WireError;
+        the next call tries again.
         """
         context, head = self._context, self.head
         check_record(record, context.run, context.averaging, context.grid)
@@ -92,7 +101,10 @@ class RecordFetcher:
                     check_decodes, context.averaging, record, context.parts.get, context.state.num_stepped
                 )
                 for span in context.averaging.spans(record):
-                    norms = await in_parallel(context.compute, check, context.grid.bounds(*span))
+                    try:
+                        norms = await in_parallel(context.compute, check, context.grid.bounds(*span))
+                    except WireError as error:
+                        raise UnusableMeanError(span[0], str(error)) from error
                     fetch.norms.append((span, sum(norms)))
             except (RoundFailedError, PeerLostError, WireError) as error:
                 fetch.error = error

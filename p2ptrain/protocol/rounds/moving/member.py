@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import trio
 
@@ -24,7 +24,7 @@ from p2ptrain.protocol.rounds.deciding.policy import parts_of
 from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
-from p2ptrain.protocol.rounds.moving.fetch import RecordFetcher
+from p2ptrain.protocol.rounds.moving.fetch import RecordFetcher, UnusableMeanError
 from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.rounds.moving.snapshot import CHUNKS_PER_VISIT, OwnContribution, SnapshotTaker
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
@@ -300,10 +300,10 @@ class Participation:
         try:
             norms = await self._fetcher.fetch(record)
         except PeerLostError:
-            # Without a roster, who reported the record may have made up its holders.
-            if self._sender is not None:
-                for holder in self._context.parts.holders_missed(record) - {self._context.peer_id}:
-                    self._avoid(holder)
+            self._avoid(self._context.parts.holders_missed(record))
+            raise
+        except UnusableMeanError as error:
+            self._avoid(_holders_at(record, error.start))
             raise
         await self._check_mean(record, norms)
         self._held = True
@@ -327,12 +327,19 @@ class Participation:
         reason = context.mean_guard.refusal(norms, self._head, leader, steps, has_snapshot=own is not None)
         if reason:
             logger.warning("round %d, attempt %d is refused: %s", record.round, self.attempt.counter, reason)
-            if own is not None and context.audited:
+            if own is not None:
                 await self._avoid_largest(record, norms, own)
             raise RoundFailedError(reason)
 
-    def _avoid(self, reducer: PeerId) -> None:
-        self._context.avoided.note(reducer, trio.current_time(), SILENT_REDUCER_S)
+    def _avoid(self, holders: Collection[PeerId]) -> None:
+        """Avoid the reducers of parts that are missing or wrong.
+
+        Nobody without a roster: who reported the record may have made up its holders. Nobody where the parts are outer
+        gradients: who holds one may reduce nothing.
+        """
+        if self._sender is not None and self._context.averaging.reduces:
+            for holder in set(holders) - {self._context.peer_id}:
+                self._context.avoided.note(holder, trio.current_time(), SILENT_REDUCER_S)
 
     async def _avoid_largest(self, record: Record, norms: SpanNorms, own: OwnContribution) -> None:
         """Avoid the reducer whose part of the mean exceeds our own outer gradient the most."""
@@ -344,9 +351,7 @@ class Participation:
 
         excesses = await self._context.compute(excess)
         (start, _), _ = norms[excesses.index(max(excesses))]
-        holder = next(part.holder for part in record.parts if part.start <= start < part.stop)
-        if holder != self._context.peer_id:
-            self._avoid(holder)
+        self._avoid(_holders_at(record, start))
 
     def _join(self, own: OwnContribution | None) -> Join:
         context, links = self._context, self._context.links
@@ -367,3 +372,8 @@ class Participation:
             ready_attempt=None,
             ready=None,
         )
+
+
+def _holders_at(record: Record, block: int) -> set[PeerId]:
+    """The holders of a record's parts that have this block."""
+    return {part.holder for part in record.parts if part.start <= block < part.stop}

@@ -255,6 +255,7 @@ def test_the_reducer_of_the_largest_span_is_avoided_however_many_spans_a_part_ha
         async with swarm(PLAIN) as s:
             context = s.start("a").node.driver.context
             member = Participation(context, Attempt(0, "y", "y.1"), HEAD, Any, Any, Any)  # type: ignore[arg-type]
+            member._sender = Any  # as with a roster
             own = SimpleNamespace(squared_norm=lambda *_: 1.0)
             await member._avoid_largest(record, norms, own)  # type: ignore[arg-type]
             assert context.avoided.backed_off(trio.current_time()) == [holder]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -130,8 +131,16 @@ def test_who_was_ready_with_a_record_is_so_again_whomever_it_sees_now(monkeypatc
     run_virtual(main)
 
 
-def test_strangers_that_are_linked_and_never_contribute_have_no_round_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("join", [False, True], ids=["ignore calls", "join with a made-up state"])
+def test_strangers_that_are_linked_and_never_contribute_have_no_round_refused(
+    join: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are more than the others, and no leader can name them."""
+
+    def lie(tell: Callable[[str, Message], None], to: str, message: Message) -> None:
+        if isinstance(message, Join):
+            message = msgspec.structs.replace(message, state_hash="0" * 64)
+        tell(to, message)
 
     async def main() -> None:
         async with swarm(PLAIN) as s:
@@ -139,7 +148,10 @@ def test_strangers_that_are_linked_and_never_contribute_have_no_round_refused(mo
             await s.until(lambda: common(s, 1, 3))
             for name in "uvwxyz":
                 driver = s.start(name).node.driver
-                monkeypatch.setattr(driver._attempts, "_on_call", lambda *args: None)
+                if join:
+                    monkeypatch.setattr(driver._attempts, "tell", functools.partial(lie, driver._attempts.tell))
+                else:
+                    monkeypatch.setattr(driver._attempts, "_on_call", lambda *args: None)
                 monkeypatch.setattr(driver._schedule, "due", lambda *args: None)
                 monkeypatch.setattr(driver._schedule, "is_ours_to_lead", lambda *args: False)
             members = [s.peers[name] for name in "abc"]

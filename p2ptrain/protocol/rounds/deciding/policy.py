@@ -62,14 +62,8 @@ def may_be_drawn(own_rank: int, most: int, swarm_size: float, margin: float = MA
     return own_rank * swarm_size < _RANKS * most * margin
 
 
-def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
-    """The state of most joined peers; on a tie, our own. `joins` is not empty."""
-    states = [join.state_hash for join in joins.values()]
-    return max(set(states), key=lambda state: (states.count(state), state == own))
-
-
 def members_of(joins: Mapping[PeerId, Join], state_hash: str, most: int) -> list[PeerId]:
-    """Members with a snapshot on the agreed state, sorted; those drawn for this round if there are more than `most`."""
+    """Members with a snapshot on this state, sorted; those drawn for this round if there are more than `most`."""
     able = [p for p, join in joins.items() if join.has_snapshot and join.state_hash == state_hash]
     return drawn(state_hash, able, most)
 

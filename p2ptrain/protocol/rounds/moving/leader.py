@@ -91,16 +91,14 @@ class AveragingLeader:
         Args:
             joins: the Join of each peer, including our own.
         """
-        head, own_state = self._head, self._head.state_hash
-        agreed = policy.agreed_state(joins, own_state)
+        head = self._head
         for peer_id, join in joins.items():
-            if join.state_hash != agreed:
-                logger.warning("%s has state %s, the others %s", peer_id, join.state_hash[:12], agreed[:12])
-        members = policy.members_of(joins, agreed, self._context.run.max_contributors)
+            # The same round of a lineage has one state. What others claim does not count: identities are free.
+            if join.state_hash != head.state_hash:
+                logger.warning("%s has state %s, we %s", peer_id, join.state_hash[:12], head.state_hash[:12])
+        members = policy.members_of(joins, head.state_hash, self._context.run.max_contributors)
         if not members:
             raise RoundFailedError("no member has a snapshot")
-        if agreed != own_state:
-            raise RoundFailedError("this leader's state differs from that of most members")
         struck = self._context.links.strikes.keys() & set(members)
         avoided = set(self._context.avoided.backed_off(trio.current_time())) | struck
         drawn = policy.averageable({peer_id: joins[peer_id] for peer_id in members}, avoided)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import RoundFailedError
+from p2ptrain.protocol.rounds.deciding.proof import Voter
 from p2ptrain.protocol.wire.messages import Contributor, Head, Join, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -73,15 +74,20 @@ def _can_reduce(peer: PeerId, joins: Mapping[PeerId, Join]) -> bool:
     return all(peer in join.linked for other, join in joins.items() if other != peer)
 
 
-def averageable(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> dict[PeerId, Join]:
+def averageable(
+    joins: Mapping[PeerId, Join], avoided: Collection[PeerId], voters: Collection[Voter]
+) -> dict[PeerId, Join]:
     """Drop the members with the fewest links until some member that is not avoided is linked to all that remain.
 
-    All members if at most half would be left: a member may name too few links. `avoided`: as for `reducers_of`.
+    All members if at most half of them, and of the voters among them, would be left: a member may name too few links.
+    Voters count by themselves, as strangers that join may be most members. `avoided`: as for `reducers_of`.
     """
     left = dict(joins)
     while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
         del left[min(left, key=lambda peer: (len(left.keys() & set(left[peer].linked)), peer))]
-    return left if 2 * len(left) > len(joins) else dict(joins)
+    joined = {peer for peer, join in joins.items() if (peer, join.incarnation) in voters}
+    is_most = 2 * len(left) > len(joins) or 2 * len(joined & left.keys()) > len(joined)
+    return left if is_most else dict(joins)
 
 
 def reducers_of(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> list[PeerId]:

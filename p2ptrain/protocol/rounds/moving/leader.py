@@ -101,7 +101,7 @@ class AveragingLeader:
             raise RoundFailedError("no member has a snapshot")
         struck = self._context.links.strikes.keys() & set(members)
         avoided = set(self._context.avoided.backed_off(trio.current_time())) | struck
-        drawn = policy.averageable({peer_id: joins[peer_id] for peer_id in members}, avoided)
+        drawn = policy.averageable({peer_id: joins[peer_id] for peer_id in members}, avoided, head.voters)
         members = list(drawn)
         self._plan = tuple(self._context.averaging.plan(drawn, avoided, self._context.grid))
         self._sends = policy.parts_of(members, self._plan)

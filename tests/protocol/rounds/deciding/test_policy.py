@@ -177,18 +177,29 @@ def test_an_incredible_rate_is_one_of_the_best_and_not_the_best_by_far() -> None
 def test_a_member_that_names_too_few_links_cannot_stop_rounds() -> None:
     names = ("a", "b", "c", "d", "e")
     joins = {name: join_of(name, linked=tuple(n for n in names if n != name)) for name in names}
-    assert list(policy.averageable(joins, ())) == list(names)
+    voters = [(name, joins[name].incarnation) for name in names]
+    assert list(policy.averageable(joins, (), voters)) == list(names)
     silent = joins | {"c": join_of("c", linked=())}
-    assert list(policy.averageable(silent, ())) == list(names)  # it can average for all, until it fails to
-    assert list(policy.averageable(silent, {"c"})) == ["a", "b", "d", "e"]
+    assert list(policy.averageable(silent, (), voters)) == list(names)  # it can average for all, until it fails to
+    assert list(policy.averageable(silent, {"c"}, voters)) == ["a", "b", "d", "e"]
     unlinked = {name: msgspec.structs.replace(j, linked=tuple(set(j.linked) - {"c"})) for name, j in silent.items()}
-    assert list(policy.averageable(unlinked, ())) == ["a", "b", "d", "e"]
+    assert list(policy.averageable(unlinked, (), voters)) == ["a", "b", "d", "e"]
     accomplice = joins | {"c": join_of("c", linked=("d",))}
-    assert list(policy.averageable(accomplice, ())) == list(names)
-    assert list(policy.averageable(accomplice, {"c", "d"})) == ["a", "b", "d", "e"]
+    assert list(policy.averageable(accomplice, (), voters)) == list(names)
+    assert list(policy.averageable(accomplice, {"c", "d"}, voters)) == ["a", "b", "d", "e"]
     # Two of four that reach each other, and nobody else, are no majority.
     apart = {name: join_of(name, linked=other) for name, other in zip(names[:4], [("b",), ("a",), (), ()], strict=True)}
-    assert list(policy.averageable(apart, ())) == list(names[:4])
+    assert list(policy.averageable(apart, (), voters)) == list(names[:4])
+
+
+def test_strangers_that_join_and_name_each_other_only_are_left_out_once_they_are_avoided() -> None:
+    members, strangers = ("a", "b", "c"), ("w", "x", "y", "z")
+    joins = {name: join_of(name, linked=members + strangers) for name in members}
+    joins |= {name: join_of(name, linked=strangers) for name in strangers}
+    voters = [(name, joins[name].incarnation) for name in members]
+    assert list(policy.averageable(joins, (), voters)) == [*members, *strangers]
+    assert list(policy.averageable(joins, strangers, voters)) == list(members)
+    assert list(policy.averageable(joins, strangers, voters[:1])) == list(members)
 
 
 def test_only_members_that_arrived_whole_at_every_reducer_are_in_the_mean() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.moving.pushed_means import MeanPush
-from p2ptrain.protocol.wire.messages import Answer, Message, Record, Reduced, Request
+from p2ptrain.protocol.wire.messages import Answer, Attempt, Join, Message, Record, Reduced, Request
 from tests.protocol.swarm import RUN, Shapes, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off")
@@ -78,6 +78,59 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
                 assert s.peers[reported[0]].node.driver.context.timeouts.attempt_s() == MARGIN * MIN_ATTEMPT_S
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("behind", "most_skipped"),
+    [
+        # Each leader avoids it after one attempt.
+        (lambda *attempt: [Reduced(*attempt, part, (), (), True) for part in range(4)], 1),
+    ],
+    ids=["reports without a hash"],
+)
+def test_what_a_leader_reads_together_with_the_last_join_stops_no_rounds(
+    behind: Callable[[str, int, Attempt], Sequence[Message]],
+    most_skipped: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The leader has no plan yet."""
+
+    async def main() -> None:
+        async with swarm(PLAIN, shapes=FOUR_CHUNKS) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 2, 4))
+            x, joined = s.peers["x"].node.driver, 0
+            honest = x._attempts.tell
+
+            async def join_last(to: str, join: Join) -> None:
+                nonlocal joined
+                leader = s.peers[to].node.driver
+                await s.until(lambda: (led := leader.round_state.proposer) is None or len(led.joins) == len("abc"))
+                joined += 1
+                for message in [join, *behind(join.lineage, join.round, join.attempt)]:
+                    honest(to, message)
+
+            def tell(to: str, message: Message) -> None:
+                if isinstance(message, Join):
+                    s._nursery.start_soon(join_last, to, message)
+                elif not isinstance(message, Reduced):
+                    honest(to, message)
+
+            monkeypatch.setattr(x._attempts, "tell", tell)
+            monkeypatch.setattr(x._schedule, "is_ours_to_lead", lambda *args: False)
+            began = trio.current_time()
+
+            def gone_on() -> bool:
+                rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
+                return all(len(of) >= 5 for of in rounds)
+
+            await s.until(gone_on, within_s=120)
+            assert joined >= 3
+            assert all(sum(r["t"] > began for r in s.peers[name].rounds("skipped")) <= most_skipped for name in "abc")
+
+    run_virtual(main)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("lie", ["does not decode", "beyond what a mean can be", "larger than the last rounds"])

@@ -56,7 +56,12 @@ class AveragingLeader:
         self._changed = trio.Event()
 
     def deliver(self, sender: PeerId, message: m.Message) -> None:
-        """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full. Raises WireError."""
+        """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full. Raises WireError.
+
+        Before the roster no honest member sends one, and nothing tells yet how many hashes it must have.
+        """
+        if not self._plan:
+            return
         if isinstance(message, m.Arrived):
             context = self._context
             check_arrived(message, audited=context.audited, num_blocks=context.state.num_blocks)

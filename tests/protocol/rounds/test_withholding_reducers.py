@@ -24,7 +24,7 @@ from p2ptrain.protocol.rounds.moving.collection import Collection
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.moving.pushed_means import MeanPush
-from p2ptrain.protocol.wire.messages import Answer, Attempt, Join, Message, Record, Reduced, Request
+from p2ptrain.protocol.wire.messages import Answer, Attempt, Join, Message, Record, Reduced, Refuse, Request, Withdraw
 from tests.protocol.swarm import RUN, Shapes, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off")
@@ -83,10 +83,12 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
 @pytest.mark.parametrize(
     ("behind", "most_skipped"),
     [
+        (lambda *attempt: [Withdraw(*attempt, "no memory")], 0),
+        (lambda *attempt: [Refuse(*attempt, attempt[-1])], 0),
         # Each leader avoids it after one attempt.
         (lambda *attempt: [Reduced(*attempt, part, (), (), True) for part in range(4)], 1),
     ],
-    ids=["reports without a hash"],
+    ids=["withdraws", "follows another leader", "reports without a hash"],
 )
 def test_what_a_leader_reads_together_with_the_last_join_stops_no_rounds(
     behind: Callable[[str, int, Attempt], Sequence[Message]],

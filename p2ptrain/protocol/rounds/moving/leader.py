@@ -97,6 +97,8 @@ class AveragingLeader:
             joins: the Join of each peer, including our own.
         """
         head = self._head
+        # Who joined and withdrew at once is gone before this task begins.
+        joins = {peer_id: join for peer_id, join in joins.items() if peer_id not in self._gone}
         for peer_id, join in joins.items():
             # The same round of a lineage has one state. What others claim does not count: identities are free.
             if join.state_hash != head.state_hash:

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import trio
 
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.landing.commit import OLDER_AVERAGED, OTHER_NAMED
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.rounds.moving.member import Participation
-from p2ptrain.protocol.wire.messages import Record
+from p2ptrain.protocol.wire.messages import Message, Record, Reduce, Reduced
 from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
@@ -139,3 +140,40 @@ def test_with_gather_a_record_with_other_bytes_of_a_member_is_refused_and_does_n
     run_virtual(main)
     assert "the record names another outer gradient of ours than we sent" in caplog.text
     assert any(OTHER_NAMED in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+
+
+def test_with_gather_a_reducer_that_reports_made_up_hashes_stops_no_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers before any other reducer has hashed what it received."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, averaging="gather", round_guard="off")) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 2, 4))
+            s.worker.work_s = 0.03
+            d, lies = s.peers["d"].node.driver, 0
+            receive, tell = d._attempts.receive, d._attempts.tell
+
+            def lie(sender: str, message: Message, payload: bytes = b"") -> None:
+                nonlocal lies
+                reducer = d._attempts._member and d._attempts._member._reducer
+                if isinstance(message, Reduce) and sender != "d" and reducer is not None:
+                    lies += 1
+                    attempt, digests = (message.lineage, message.round, message.attempt), ("0" * 64,) * 4
+                    tell(sender, Reduced(*attempt, reducer._number, digests[: len(message.contributors)], (), False))
+                else:
+                    receive(sender, message, payload)
+
+            monkeypatch.setattr(d._attempts, "receive", lie)
+            monkeypatch.setattr(d._schedule, "is_ours_to_lead", lambda *args: False)
+            began = trio.current_time()
+
+            def gone_on() -> bool:
+                for name in "abc":
+                    assert not s.peers[name].node.driver.context.avoided.backed_off(trio.current_time())
+                rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
+                return all(len(of) >= 5 for of in rounds)
+
+            await s.until(gone_on, within_s=60)
+            assert lies >= 3
+
+    run_virtual(main)

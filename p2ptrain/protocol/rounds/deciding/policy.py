@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.deciding.proof import Voter
-from p2ptrain.protocol.wire.messages import Contributor, Head, Join, RosterPart
+from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Reduced, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -199,6 +199,31 @@ def conflicts_of(
             if root != agreed:
                 conflicts[part].add(member)
     return conflicts
+
+
+def heeded(
+    reports: Mapping[int, Reduced], plan: Sequence[RosterPart], gone: Collection[PeerId], own: PeerId
+) -> dict[int, Reduced]:
+    """The reports that count, by part, as far as they are here.
+
+    Reducers of the same blocks of the same senders must report the same hashes. Ours alone counts, as others may lie;
+    if we are none of them, those that most agree on, once all have reported.
+
+    Args:
+        gone: reducers that are not awaited.
+        own: our peer id.
+    """
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for number, part in enumerate(plan):
+        if number in reports or part.reducer not in gone:
+            groups[part.start, part.stop, part.senders].append(number)
+    counted: dict[int, Reduced] = {}
+    for numbers in groups.values():
+        wanted = [number for number in numbers if plan[number].reducer == own] or numbers
+        if all(number in reports for number in wanted):
+            agreed = Counter(reports[number].digests for number in wanted).most_common(1)[0][0]
+            counted |= {number: reports[number] for number in wanted if reports[number].digests == agreed}
+    return counted
 
 
 def without_roots(contributors: Sequence[Contributor]) -> tuple[Contributor, ...]:

@@ -89,6 +89,7 @@ class Attempts:
         """Leave our attempts; the other peers in them are told."""
         self._end_member()
         self._end_leader()
+        self._context.pushed.await_none()
         if self.state.proposer is not None:
             self.apply(ev.LeaderFailed(self.state.proposer.attempt, reason))
         if self.state.member is not None:

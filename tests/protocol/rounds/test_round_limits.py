@@ -618,6 +618,35 @@ def test_a_commit_counts_only_with_the_signatures_of_the_voters() -> None:
     three_and_x(test)
 
 
+def test_a_roster_that_is_read_together_with_the_end_of_its_attempt_begins_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next round would wait for means that nobody pushes any more."""
+
+    async def test(s: Swarm, x: Member) -> None:
+        driver = s.peers["b"].node.driver
+        attempts, pushed = driver._attempts, driver.context.pushed
+        monkeypatch.setattr(attempts, "apply", lambda event: None)
+        await s.until(lambda: not driver.committer.resolving)
+        attempts._take_part(x.call(99).attempt, 1.0)
+        await trio.sleep(0.3)
+        member = attempts._member
+        assert member is not None
+        part = RosterPart(0, s.peers["b"].node.state.num_blocks, "x", ())
+        roster = Roster(x.head.lineage, x.head.round + 1, member.attempt, ("b", "x"), (part,), ())
+        member.deliver(roster)
+        attempts._end_member()
+        driver.context.parts.end_attempt()
+        await trio.sleep(0.1)
+        assert not pushed._pushed
+        # The same where a peer gives its attempts up.
+        pushed.begin_attempt(roster)
+        attempts.give_up("a test")
+        assert not pushed._pushed
+
+    three_and_x(test)
+
+
 def test_a_stranger_replaces_no_call_that_waits_for_an_outcome_to_land() -> None:
     async def test(s: Swarm, x: Member) -> None:
         driver = s.peers["a"].node.driver

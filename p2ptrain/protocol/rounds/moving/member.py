@@ -227,6 +227,8 @@ class Participation:
                     nursery.start_soon(self._prepare, window_s)
                     sending = trio.CancelScope()
                     async for order in self._orders:
+                        if self.scope.cancel_called:  # the attempt ended when the order was here already
+                            break
                         match order:
                             case Roster() if not self._has_roster:
                                 self._begin(order)

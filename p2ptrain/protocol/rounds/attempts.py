@@ -189,10 +189,9 @@ class Attempts:
             case ev.Learned(commit):
                 if self._member is not None:
                     self._taker.sent = self._member.attempt == commit.attempt and self._member.has_sent
-                    # Only the leader of the attempt that was decided gets another chance.
-                    leader = self._member.attempt.leader
-                    self._schedule.ignored.forget(leader)
-                    self._failed_of.pop(leader, None)
+                # Only the leader of the attempt that was decided gets another chance.
+                self._schedule.ignored.forget(commit.attempt.leader)
+                self._failed_of.pop(commit.attempt.leader, None)
                 self._end_member()
                 self._end_leader()
                 self._committer.apply(commit)

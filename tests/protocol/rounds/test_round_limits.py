@@ -24,6 +24,7 @@ from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
+from p2ptrain.protocol.rounds.deciding.events import Learned, Tick
 from p2ptrain.protocol.rounds.deciding.grid import Grid
 from p2ptrain.protocol.rounds.deciding.timeouts import REPORT_S
 from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
@@ -614,6 +615,26 @@ def test_a_commit_counts_only_with_the_signatures_of_the_voters() -> None:
         await s.until(lambda: landed(s, began, 4), within_s=60)
         assert all(p.node.driver.head.tokens_total < 2**40 for p in s.peers.values())
         assert all(p.node.state.hashes.state == p.node.driver.head.state_hash for p in s.peers.values())
+
+    three_and_x(test)
+
+
+def test_the_leader_of_the_attempt_that_was_decided_is_forgiven_and_not_that_of_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """x called over the attempt of a when most were READY."""
+
+    async def test(s: Swarm, x: Member) -> None:
+        driver = s.peers["b"].node.driver
+        attempts, commit, now = driver._attempts, driver.head.commit, trio.current_time()
+        assert commit is not None
+        monkeypatch.setattr(driver.committer, "apply", lambda commit: None)
+        for name in "ax":
+            driver._schedule.ignored.note(name, now, 60.0)
+        attempts._take_part(x.call(99).attempt, 1.0)
+        decided = msgspec.structs.replace(commit, attempt=Attempt(98, "a", s.peers["a"].node.incarnation))
+        attempts._carry_out(Learned(decided), Tick())
+        assert driver._schedule.ignored.backed_off(now) == ["x"]
 
     three_and_x(test)
 

@@ -23,7 +23,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.deciding.averaging import check_decodes
+from p2ptrain.protocol.rounds.deciding.averaging import Blobs, check_decodes
 from p2ptrain.protocol.rounds.deciding.record import check_record
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.landing.outer_step import Progress, step_chunk
@@ -281,23 +281,28 @@ class Download:
             blocks = sum(stop - start for start, stop in whole)
             if blocks * len(state.vectors) * state.anchor[0].nbytes < mean_bytes:
                 return  # fetching the chunks again takes fewer bytes
-            await self._context.parts.fetch(record, [donor.peer_id for donor in donors])
+            parts = self._context.parts
+            await parts.fetch(record, [donor.peer_id for donor in donors])
+            if parts.holders_missed(record):
+                raise PeerLostError("a round of our own lineage dropped its parts")
+            # Kept here, as such a round may come at any time.
+            blobs = {part.digest: parts.get(part.digest) for part in record.parts}
         except (PeerLostError, WireError) as error:
             logger.info("received state chunks cannot be updated with the round's mean: %s", error)
             return
         for bounds in whole:
-            await self._context.compute(self._step_chunks, bounds, record)
+            await self._context.compute(self._step_chunks, bounds, record, blobs.__getitem__)
 
-    def _step_chunks(self, bounds: tuple[int, int], record: Record) -> None:
+    def _step_chunks(self, bounds: tuple[int, int], record: Record, blobs: Blobs) -> None:
         """Apply the outer step to one chunk of the grid, of anchor and moments, and rehash it.
 
         It is one or several chunks of the state. The mean decodes only as a whole chunk of the grid.
         """
         try:
-            check_decodes(self._context.averaging, record, self._context.parts.get, self.state.num_stepped, bounds)
+            check_decodes(self._context.averaging, record, blobs, self.state.num_stepped, bounds)
         except WireError:
             return
-        step_chunk(self.state, self._context.averaging, Progress(record), self._context.parts.get, None, bounds)
+        step_chunk(self.state, self._context.averaging, Progress(record), blobs, None, bounds)
         for chunk in self.state.chunks_within(*bounds):
             self._held[chunk] = self.state.chunk_hash(chunk)
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -595,6 +595,43 @@ def test_what_is_here_is_rolled_forward_when_a_round_comes_between(
             donor.resolve_round()
             if broken:
                 donor.parts = parts_of(donor.endpoint)
+            await download.run(donor.head, links)
+            check_equal(state, donor.state)
+            assert sorted(donor.chunks) == list(range(rolled, CHUNKS))
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("when", "rolled"), [("fetched", 0), ("stepped", 4)])
+def test_a_round_of_our_own_lineage_that_drops_the_mean_costs_no_donor(
+    when: str, rolled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lands when the mean was fetched, or when the first chunk is stepped."""
+
+    async def main() -> None:
+        async with donors_and_joiner("b") as (_, donors, joiner, links):
+            donor, state = donors["b"], AnchorState(BLOCKS, 1)
+            download = download_into(state, joiner)
+            parts, step = download._context.parts, download._step_chunks
+            fetch = parts.fetch
+
+            async def fetch_and_land(record: Record, others: Sequence[str]) -> None:
+                await fetch(record, others)
+                parts._drop_all_but(())
+
+            def land_and_step(*args: Any) -> None:
+                parts._drop_all_but(())
+                step(*args)
+
+            if when == "fetched":
+                monkeypatch.setattr(parts, "fetch", fetch_and_land)
+            else:
+                monkeypatch.setattr(download, "_step_chunks", land_and_step)
+            for index in range(4):
+                state.chunk(index)[:] = donor.state.chunk(index)
+                download._held[index] = donor.state.hashes.chunks[index]
+            download._held_of = donor.state.hashes.state
+            donor.resolve_round()
             await download.run(donor.head, links)
             check_equal(state, donor.state)
             assert sorted(donor.chunks) == list(range(rolled, CHUNKS))

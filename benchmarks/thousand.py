@@ -32,8 +32,9 @@ from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
+from p2ptrain.protocol.node.config import LocalPolicy, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.state_sync.transfer import ModelBuffers
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer
 from p2ptrain.protocol.wire.transport import Inline, PeerId
@@ -135,7 +136,7 @@ class _Peer:
             LocalPolicy(),
             NodeStart(f"{self.peer_id}.0", rng, may_found=founder),
             exchange=self.exchange,
-            buffers=ModelBuffers(bytes, lambda data: None),
+            buffers=ModelBuffers(bytes, lambda data: None, int),
             telemetry=Telemetry(record, log, ErrorLog(logging.getLogger(__name__))),
             compute=Inline(),
         )

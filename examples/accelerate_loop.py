@@ -56,7 +56,7 @@ with p2ptrain.join(
             report = peer.step(loss=loss.item(), samples=2 * len(inputs))
             if (done := report.round) is not None and accelerator.is_main_process:
                 print(f"round {done.round} {done.status} by {len(done.contributors)}, loss {loss:.6f}", flush=True)
-    peer.wait_finished(60)
+    peer.wait_finished()
     norm = torch.nn.utils.parameters_to_vector(accelerator.unwrap_model(model).parameters()).norm()
     where = f"step {peer.run_step}, norm of the weights {norm:.6f}\n"
     print(f"rank {accelerator.process_index} of {accelerator.num_processes}: {where}", end="", flush=True)

@@ -75,5 +75,5 @@ with contextlib.suppress(KeyboardInterrupt), peer:
     generator = torch.Generator().manual_seed(peer.data_seed)
     while peer.run_step < arguments.steps:
         peer.step(loss=train_step(lying, generator), samples=64)
-    peer.wait_finished(60)
+    peer.wait_finished()
 report(f"after {peer.round} rounds")

@@ -65,7 +65,7 @@ def main() -> None:
             report = peer.step(loss=loss.item(), samples=len(inputs))  # 128 per process
             if (done := report.round) is not None and first:
                 print(f"round {done.round} {done.status} by {len(done.contributors)}, loss {loss.item():.6f}")
-        peer.wait_finished(60)
+        peer.wait_finished()
         weights = peer.anchor_state_dict()  # of a sharded model: whole on rank 0, empty on the others
         if weights:
             total = sum(values.square().sum().item() for values in weights.values()) ** 0.5

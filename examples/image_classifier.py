@@ -73,7 +73,7 @@ with p2ptrain.join(
         report = peer.step(loss=train_step(model, optimizer), samples=256)
         if report.round is not None:
             print(f"the peer of {digits}: step {peer.run_step}, knows {accuracy(model)} of all ten digits", flush=True)
-    peer.wait_finished(timeout_s=60)
+    peer.wait_finished()
 print(f"the peer of {digits}: {accuracy(alone)} alone, {accuracy(model)} together", flush=True)
 if second:
     second.wait()

@@ -74,6 +74,6 @@ with contextlib.suppress(KeyboardInterrupt), peer:
         if (done := peer.step(loss=loss.item(), samples=ids.numel()).round) is not None:
             saved["piece"] = piece
             print(f"round {done.round} {done.status} by {len(done.contributors)}, loss {loss.item():.3f}", flush=True)
-    peer.wait_finished(60)
+    peer.wait_finished()
 saved |= {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "peer": peer.state_dict()}
 torch.save(saved, options.checkpoint)

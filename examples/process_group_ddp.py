@@ -63,7 +63,7 @@ def main() -> None:
                 print(
                     f"round {done.round} {done.status} by {len(done.contributors)}, loss {loss.item():.6f}", flush=True
                 )
-        peer.wait_finished(60)
+        peer.wait_finished()
         weights = torch.nn.utils.parameters_to_vector(model.parameters())
         # One string per line: the processes share a terminal.
         print(f"rank {peer.rank}: step {peer.run_step}, norm of the weights {weights.norm():.6f}\n", end="", flush=True)

@@ -29,6 +29,8 @@ from p2ptrain.peer.sharding import frozen_values, fsdp_modules, is_sharded, loca
 from p2ptrain.peer.side_stream import CudaSideStream
 from p2ptrain.settings.config import RunConfig
 
+# By so much other versions of safetensors may pad the same buffers more (guess).
+PADDING_BYTES = 64 * 1024
 # Devices and addresses of the parameters that peers of this process write to. It is global, because these peers need
 # not know of each other, and a mark on a user's tensor would be pickled with it.
 _written = set[tuple[torch.device, int]]()
@@ -235,6 +237,10 @@ class ModelParts:
             {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in self._live_buffers.items()}
         )
 
+    def most_buffer_bytes(self) -> int:
+        """How many bytes other peers' `buffers()` have at most; 0 if there are none. Another version pads them more."""
+        return len(data) + PADDING_BYTES if (data := self.buffers()) else 0
+
     @property
     def _live_buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers as they are now: a model may have put another tensor in the place of one."""
@@ -242,7 +248,10 @@ class ModelParts:
         return {name: now.get(name, buffer) for name, buffer in self._buffers.items()}
 
     def load_buffers(self, data: bytes) -> None:
-        """Load another peer's buffers. Raises WireError, with nothing changed, if they do not fit this model."""
+        """Load another peer's buffers.
+
+        Raises WireError, with nothing changed, if they do not fit this model, or are not finite where ours are.
+        """
         if not self._buffers and not data:
             return
         try:
@@ -253,6 +262,8 @@ class ModelParts:
         for name, buffer in buffers.items():
             if name not in received or received[name].shape != buffer.shape or received[name].dtype != buffer.dtype:
                 raise WireError(f"buffer {name} is missing or differs in shape or type")
+            if (_is_finite(buffer) & ~_is_finite(received[name])).any():  # masks have infinities
+                raise WireError(f"buffer {name} is not finite where ours is")
         with torch.inference_mode():  # for buffers that were made in it
             for name, buffer in buffers.items():
                 buffer.copy_(received[name])
@@ -273,6 +284,15 @@ class ModelParts:
         apart = [a - b.detach().to("cpu", torch.float32) for a, b in zip(there, self.parameters, strict=True)]
         norm, distance = (math.sqrt(sum(float(t.square().sum()) for t in of)) for of in (there, apart))
         return distance / norm if norm else 0.0
+
+
+def _is_finite(values: torch.Tensor) -> torch.Tensor:
+    """Which of these values are finite, on the CPU."""
+    here = values.detach().to("cpu")
+    if here.is_complex():
+        return here.isfinite()
+    # torch cannot tell for each type of 8 bits.
+    return here.double().isfinite() if here.is_floating_point() else torch.ones_like(here, dtype=torch.bool)
 
 
 def _short(layout: str) -> str:

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharding import check_sharding, is_sharded, local_of
-from p2ptrain.protocol.state_sync.transfer import MAX_BUFFERS_BYTES
 
 T = TypeVar("T")
 
+# Limit of the buffers that a joiner downloads (guess).
+MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
 # At most so many bytes describe a tensor in a file of safetensors, besides its name (guess).
 MOST_DESCRIBED_BYTES = 256
 

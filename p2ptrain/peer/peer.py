@@ -31,12 +31,13 @@ from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
 from p2ptrain.protocol.membership.status import PeerStatus
-from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
+from p2ptrain.protocol.node.config import LocalPolicy, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.os_memory import release_unused
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.checkpoint import Restored
+from p2ptrain.protocol.state_sync.transfer import ModelBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,10 @@ class Peer:
                 policy,
                 NodeStart(own, random.Random(own), may_found, restored),
                 exchange=self._exchange,
-                buffers=ModelBuffers(parts.buffers, _keep_buffers if trains else parts.load_buffers),
+                # Once training has begun, a forward pass may be using our buffers.
+                buffers=ModelBuffers(
+                    parts.buffers, parts.load_buffers, (lambda: 0) if trains else parts.most_buffer_bytes
+                ),
                 telemetry=Telemetry(self._on_event, self._event_log, self._errors),
                 compute=self._workers,
             )
@@ -423,7 +427,3 @@ class Peer:
         self.record("status", status=self._status)
         with self._errors.containing("calling on_status", "it is called at the next status"):
             on_status(self._status)
-
-
-def _keep_buffers(data: bytes) -> None:
-    """Ignores a member's buffers: once training has begun, a forward pass may be using ours."""

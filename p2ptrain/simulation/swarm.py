@@ -24,8 +24,9 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Drops, StepReport
-from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
+from p2ptrain.protocol.node.config import LocalPolicy, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.state_sync.transfer import ModelBuffers
 from p2ptrain.protocol.wire.transport import Inline
 from p2ptrain.settings.link import BYTES_PER_MBIT
 from p2ptrain.simulation.experiment import Experiment
@@ -122,7 +123,7 @@ class SimulatedPeer:
             LocalPolicy(),
             NodeStart(name, random.Random(f"{run.run_seed}/{name}"), may_found=number == 0 and incarnation == 0),
             exchange=self._exchange,
-            buffers=ModelBuffers(parts.buffers, parts.load_buffers),
+            buffers=ModelBuffers(parts.buffers, parts.load_buffers, parts.most_buffer_bytes),
             telemetry=Telemetry(self.record, self._event_log, ErrorLog(logger)),
             compute=Inline(),
         )

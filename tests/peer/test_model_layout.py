@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 
 import pytest
@@ -30,6 +31,13 @@ class Tied(nn.Module):
 def normed(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+
+
+def broken() -> nn.Module:
+    """Its running mean is not finite."""
+    model = normed()
+    model(torch.full((4, 6), math.nan))
+    return model
 
 
 # --- what is exchanged -------------------------------------------------------------------------------------------
@@ -242,6 +250,16 @@ def test_a_buffer_under_two_names_is_sent_once() -> None:
     assert torch.equal(model[1].table, torch.arange(5.0))
 
 
+def test_a_mask_of_infinities_is_adopted() -> None:
+    donor, joiner = nn.Linear(2, 2), nn.Linear(2, 2)
+    for model, scale in ((donor, 2.0), (joiner, 1.0)):
+        model.register_buffer("mask", torch.tensor([0.0, -math.inf]).to(torch.float16))
+        model.register_buffer("scale", torch.tensor([scale]).to(torch.float8_e4m3fn))
+    assert len(ModelParts(donor).buffers()) < ModelParts(joiner).most_buffer_bytes()
+    ModelParts(joiner).load_buffers(ModelParts(donor).buffers())
+    assert joiner.scale.float() == 2
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -251,6 +269,7 @@ def test_a_buffer_under_two_names_is_sent_once() -> None:
         pytest.param(safetensors.torch.save({"1.running_mean": torch.zeros(5)}), id="some missing"),
         pytest.param(ModelParts(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(4))).buffers(), id="other shapes"),
         pytest.param(ModelParts(normed().double()).buffers(), id="other types"),
+        pytest.param(ModelParts(broken()).buffers(), id="not finite"),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused_and_change_nothing(data: bytes) -> None:

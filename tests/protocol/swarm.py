@@ -31,11 +31,12 @@ from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import ExchangeEvent, RoundReport, SnapshotTaken, StepReport
-from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
+from p2ptrain.protocol.node.config import LocalPolicy, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.checkpoint import Restored
+from p2ptrain.protocol.state_sync.transfer import ModelBuffers
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import KIND_OF, Record
@@ -200,7 +201,7 @@ class Swarm:
                 LocalPolicy(chosen=chosen, remembered=remembered),
                 NodeStart(incarnation_of(incarnation, number), rng, may_found, restored),
                 exchange=exchange,
-                buffers=ModelBuffers(bytes, load_no_buffers),
+                buffers=ModelBuffers(bytes, load_no_buffers, int),
                 telemetry=Telemetry(record, event_log, ErrorLog(logging.getLogger(__name__))),
                 compute=self.worker,
             )

@@ -86,14 +86,6 @@ class NodeStart:
 
 
 @dataclass(frozen=True)
-class ModelBuffers:
-    """Serializes and loads the model's buffers. `load` raises WireError if they do not fit the model."""
-
-    read: Callable[[], bytes]
-    load: Callable[[bytes], None]
-
-
-@dataclass(frozen=True)
 class Telemetry:
     """Where a node writes events and errors.
 

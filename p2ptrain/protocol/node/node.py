@@ -32,7 +32,7 @@ from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
 from p2ptrain.protocol.membership.directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
 from p2ptrain.protocol.membership.status import PeerStatus, describe
-from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
+from p2ptrain.protocol.node.config import LocalPolicy, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.requests import PROGRESS_S, RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.push_pace import PushPace
@@ -42,6 +42,7 @@ from p2ptrain.protocol.rounds.deciding.timeouts import IntervalWatch
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.joining import Joining
 from p2ptrain.protocol.state_sync.state_sync import StateSync
+from p2ptrain.protocol.state_sync.transfer import ModelBuffers
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
@@ -141,7 +142,7 @@ class Node:
             driver,
             self.membership,
             record=telemetry.write,
-            load_buffers=buffers.load,
+            buffers=buffers,
             may_found=start.may_found,
             restored=start.restored,
             rng=rng,

@@ -34,8 +34,8 @@ from p2ptrain.protocol.state_sync.provenance import (
     delaying_rounds,
     rank_of,
 )
-from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers
-from p2ptrain.protocol.wire.messages import Beat, Entry, SignedHead
+from p2ptrain.protocol.state_sync.transfer import Download, ModelBuffers, ask_buffers
+from p2ptrain.protocol.wire.messages import Beat, Entry, Head, SignedHead
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Joining:
         membership: Membership,
         *,
         record: Callable[..., None],
-        load_buffers: Callable[[bytes], None],
+        buffers: ModelBuffers,
         may_found: bool,
         restored: Restored | None,
         rng: random.Random,
@@ -93,7 +93,7 @@ class Joining:
         self._context = driver.context
         self._membership = membership
         self._record = record
-        self._load_buffers = load_buffers
+        self._buffers = buffers
         self._may_found = may_found
         self._restored = restored
         self._rng = rng
@@ -268,7 +268,7 @@ class Joining:
                 # Its head is adopted. The others only give bytes that match its hashes.
                 donors.insert(0, donors.pop(donors.index(best)))
                 entries = await self._fetch(download, donors, adopted)
-                self._load_buffers(await ask_buffers(context.links, donors[0]))
+                await self._load_buffers(download, donors, adopted.head)
                 break
             except RunMismatchError:
                 # The user wants another run, to which other peers may belong.
@@ -308,6 +308,22 @@ class Joining:
         else:
             await land_state(self._driver, self._record, "write", "adopted the swarm's state")
         return True
+
+    async def _load_buffers(self, download: Download, donors: list[Link], head: Head) -> None:
+        """Load the buffers of a donor's model. Nothing proves them, so they come from an initial peer or a voter.
+
+        Raises PeerLostError, WireError.
+        """
+        if not (most_bytes := self._buffers.most_bytes()):
+            return
+        trusted = {*self._context.links.chosen, *(peer_id for peer_id, _ in head.voters)}
+        asked = [donor for donor in donors if donor not in download.failed] or donors
+        giver = min(asked, key=lambda donor: donor.peer_id not in trusted)  # of several the first
+        try:
+            self._buffers.load(await ask_buffers(self._context.links, giver, most_bytes))
+        except (PeerLostError, WireError):
+            download.failed.add(giver)
+            raise
 
     async def _await_lost(self, earlier: list[Link]) -> None:
         """Wait for donors that are lost, unless more than half are linked, or an initial peer has a state.

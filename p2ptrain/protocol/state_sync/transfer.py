@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import trio
@@ -25,6 +26,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.averaging import Blobs, check_decodes
 from p2ptrain.protocol.rounds.deciding.record import check_record
+from p2ptrain.protocol.rounds.deciding.timeouts import SLOWEST_BYTES_S
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.landing.outer_step import Progress, step_chunk
 from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES, OvertakenError
@@ -49,8 +51,20 @@ IDLE_S = 0.1
 MANIFEST_PAGE_HASHES = 4096
 # Size of the pieces in which model buffers (such as running means) are sent.
 BUFFER_PIECE_BYTES = 1024 * 1024
-# Limit of the buffers from a donor (guess).
-MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ModelBuffers:
+    """Serializes and loads the model's buffers.
+
+    Attributes:
+        load: takes those of another peer. Raises WireError if they do not fit the model.
+        most_bytes: how many bytes those have at most; 0 if none are wanted.
+    """
+
+    read: Callable[[], bytes]
+    load: Callable[[bytes], None]
+    most_bytes: Callable[[], int]
 
 
 class StateServer:
@@ -120,21 +134,23 @@ def num_pages(num_chunks: int) -> int:
     return -(-num_chunks // MANIFEST_PAGE_HASHES)
 
 
-async def ask_buffers(links: Links, link: Link) -> bytes:
-    """The serialized buffers of a partner's model. Raises PeerLostError, WireError."""
+async def ask_buffers(links: Links, link: Link, most_bytes: int) -> bytes:
+    """The serialized buffers of a partner's model, in the time of the slowest line. Raises PeerLostError, WireError."""
     data, packing = bytearray(), ""
-    while len(data) <= MAX_BUFFERS_BYTES:
-        index = len(data) // BUFFER_PIECE_BYTES
-        answer, payload = await links.request(link, "buffers", packing, index, timeout_s=CHUNK_TIMEOUT_S)
-        if not answer.found:
-            raise PeerLostError(f"{link.peer_id} sends no buffers now, or has serialized them again")
-        packing = answer.note
-        if len(payload) > BUFFER_PIECE_BYTES:
-            raise WireError(f"{len(payload)} bytes of buffers, expected at most {BUFFER_PIECE_BYTES}")
-        data += payload
-        if len(payload) < BUFFER_PIECE_BYTES:
-            return bytes(data)
-    raise WireError(f"{link.peer_id} sends more than {MAX_BUFFERS_BYTES} bytes of buffers")
+    with trio.move_on_after(CHUNK_TIMEOUT_S + most_bytes / SLOWEST_BYTES_S):
+        while len(data) <= most_bytes:
+            index = len(data) // BUFFER_PIECE_BYTES
+            answer, payload = await links.request(link, "buffers", packing, index, timeout_s=CHUNK_TIMEOUT_S)
+            if not answer.found:
+                raise PeerLostError(f"{link.peer_id} sends no buffers now, or has serialized them again")
+            packing = answer.note
+            if len(payload) > BUFFER_PIECE_BYTES:
+                raise WireError(f"{len(payload)} bytes of buffers, expected at most {BUFFER_PIECE_BYTES}")
+            data += payload
+            if len(payload) < BUFFER_PIECE_BYTES:
+                return bytes(data)
+        raise WireError(f"{link.peer_id} sends more than {most_bytes} bytes of buffers")
+    raise PeerLostError(f"{link.peer_id} takes too long to send its buffers")
 
 
 class _Chunks:

@@ -20,13 +20,14 @@ from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.node.config import LocalPolicy, ModelBuffers, NetworkAccess, NodeStart, RunSpec, Telemetry
+from p2ptrain.protocol.node.config import LocalPolicy, NetworkAccess, NodeStart, RunSpec, Telemetry
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.rounds.landing import commit
 from p2ptrain.protocol.rounds.moving import audit
 from p2ptrain.protocol.state_sync.checkpoint import Restored
+from p2ptrain.protocol.state_sync.transfer import ModelBuffers
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import Shapes, load_no_buffers
 
@@ -91,7 +92,7 @@ class ThreadedPeer:
                 LocalPolicy(),
                 NodeStart(incarnation_of(f"{name}.1", number), random.Random(name), may_found, restored),
                 exchange=self.exchange,
-                buffers=ModelBuffers(bytes, load_no_buffers),
+                buffers=ModelBuffers(bytes, load_no_buffers, int),
                 telemetry=Telemetry(record, EventLog(time.time), ErrorLog(logging.getLogger(__name__))),
                 compute=self.workers,
             )

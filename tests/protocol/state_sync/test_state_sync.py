@@ -42,6 +42,7 @@ from p2ptrain.protocol.state_sync.transfer import (
     MOST_PER_DONOR,
     OWED_S,
     Download,
+    ModelBuffers,
     StateServer,
     _Chunks,
     ask_buffers,
@@ -66,6 +67,7 @@ from tests.protocol.signing import Past, genesis_of, prover_of, signed_by, signe
 from tests.protocol.swarm import RUN, Swarm, inline, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, start_endpoint, until
 
+MOST_BYTES = 8 * BUFFER_PIECE_BYTES
 BLOCKS = 12 * STATE_CHUNK_BLOCKS - 100
 CHUNKS = 24
 PAST = Past(RUN.digest)
@@ -704,7 +706,7 @@ def test_a_fresh_or_busy_peer_gives_nothing(why: str) -> None:
                 assert (answer.found, payload) == (False, b"")
             if why == "fresh":
                 with pytest.raises(PeerLostError, match="sends no buffers"):
-                    await ask_buffers(joiner.links, links[0])
+                    await ask_buffers(joiner.links, links[0], MOST_BYTES)
 
     run_virtual(main)
 
@@ -765,9 +767,9 @@ def test_buffers_come_whole(size: int) -> None:
     async def main() -> None:
         buffers = np.random.default_rng(0).bytes(size)
         async with donors_and_joiner("a", buffers=buffers) as (_, donors, joiner, links):
-            assert await ask_buffers(joiner.links, links[0]) == buffers
+            assert await ask_buffers(joiner.links, links[0], MOST_BYTES) == buffers
             donors["a"].busy = True  # with a round, which changes no buffers
-            assert await ask_buffers(joiner.links, links[0]) == buffers
+            assert await ask_buffers(joiner.links, links[0], MOST_BYTES) == buffers
 
     run_virtual(main)
 
@@ -783,7 +785,7 @@ def test_buffers_are_packed_once_for_a_state_and_their_pieces_belong_together() 
             got: list[bytes] = []
 
             async def ask() -> None:
-                got.append(await ask_buffers(joiner.links, links[0]))
+                got.append(await ask_buffers(joiner.links, links[0], MOST_BYTES))
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ask)
@@ -794,7 +796,7 @@ def test_buffers_are_packed_once_for_a_state_and_their_pieces_belong_together() 
             assert got == [b"\1" * size] * 2
             assert donor.packed == 1
             old = donor.server._packed_of
-            assert await ask_buffers(joiner.links, links[0]) == b"\2" * size
+            assert await ask_buffers(joiner.links, links[0], MOST_BYTES) == b"\2" * size
             assert donor.packed == 2
             answer, _ = await joiner.links.request(links[0], "buffers", old, 1, timeout_s=1)
             assert not answer.found
@@ -802,14 +804,51 @@ def test_buffers_are_packed_once_for_a_state_and_their_pieces_belong_together() 
     run_virtual(main)
 
 
-def test_a_donor_cannot_send_buffers_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_cannot_send_buffers_without_end() -> None:
     async def main() -> None:
-        monkeypatch.setattr(state_module, "MAX_BUFFERS_BYTES", 3 * BUFFER_PIECE_BYTES)
         async with donors_and_joiner("a") as (_, donors, joiner, links):
             donors["a"].instead["buffers"] = bytes(BUFFER_PIECE_BYTES)
             with pytest.raises(WireError, match="more than 3145728 bytes of buffers"):
-                await ask_buffers(joiner.links, links[0])
+                await ask_buffers(joiner.links, links[0], 3 * BUFFER_PIECE_BYTES)
             assert donors["a"].asked["buffers"] == 4
+
+    run_virtual(main)
+
+
+def test_buffers_are_a_voters_not_those_of_who_gave_the_head() -> None:
+    """Anybody can repeat a head that a quorum has signed, and nothing proves buffers."""
+
+    async def main() -> None:
+        async with donors_and_joiner("x", "a", "b", buffers=b"true") as (_, donors, joiner, links):
+            donors["x"].instead["buffers"] = b"made up"
+            loaded: list[bytes] = []
+            joining = Joining.__new__(Joining)
+            joining._buffers = ModelBuffers(bytes, loaded.append, lambda: MOST_BYTES)
+            joining._context = SimpleNamespace(links=joiner.links)  # type: ignore[assignment]
+            download, head = download_into(some_state(), joiner), donors["a"].head
+            await joining._load_buffers(download, links, head)
+            assert loaded == [b"true"]
+            donors["a"].instead["buffers"] = bytes(2 * BUFFER_PIECE_BYTES)
+            with pytest.raises(WireError):
+                await joining._load_buffers(download, links[1:], head)
+            # A voter that failed is not asked again.
+            await joining._load_buffers(download, links[1:], head)
+            assert donors["b"].asked["buffers"] == 1
+            joining._buffers = ModelBuffers(bytes, loaded.append, int)
+            await joining._load_buffers(download, links, head)
+            assert loaded == [b"true", b"true"]
+
+    run_virtual(main)
+
+
+def test_who_sends_buffers_slower_than_the_slowest_line_is_given_up() -> None:
+    async def main() -> None:
+        slow = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=BUFFER_PIECE_BYTES / 20)
+        noise = np.random.default_rng(0).bytes(MOST_BYTES - 1)
+        async with donors_and_joiner("a", buffers=noise, network=slow) as (_, donors, joiner, links):
+            with pytest.raises(PeerLostError, match="takes too long"):
+                await ask_buffers(joiner.links, links[0], MOST_BYTES)
+            assert donors["a"].asked["buffers"] < 8
 
     run_virtual(main)
 

@@ -29,6 +29,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S, PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.deciding.timeouts import SLOWEST_BYTES_S
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Fragment
 from p2ptrain.protocol.wire.transport import PeerId
@@ -153,7 +154,7 @@ class Gossip:
         if epoch.lineage != own.lineage or epoch.round < own.round:
             self._exchange.inbox.count_skipped("epoch")
             return
-        age_s = message.age_s + link.flow.rtt_s / 2
+        age_s = message.age_s + link.flow.rtt_s / 2 + link.frame_s
         if self._exchange.step_s and age_s > self._exchange.max_age_s:
             self._exchange.inbox.count_skipped("too_old")
             return
@@ -242,7 +243,21 @@ class Gossip:
 
         until_s = push.gathered_s + self._exchange.max_age_s
         for partner in self._partners(push):
-            partner.send_fragment(make, payload, until_s=until_s)
+            if self._would_come_late(len(payload), until_s):
+                self._context.links.counters.fragments_shed += 1
+            else:
+                partner.send_fragment(make, payload, until_s=until_s)
+
+    def _would_come_late(self, size_bytes: int, until_s: float) -> bool:
+        """Whether those under way to all peers keep a fragment too long, if all share an uplink.
+
+        Its rate is that of the fastest link, or at first of the slowest line. Each link only sheds what is late for its
+        own path: a slow uplink would carry one fragment of each link at once, and none would be complete in time.
+        """
+        flows = [link.flow for link in self._context.links.live.values()]
+        under_way = sum(flow.in_flight for flow in flows)
+        rate_bytes_s = max(flow.rate_bytes_s for flow in flows) or SLOWEST_BYTES_S
+        return under_way > 0 and trio.current_time() + (under_way + size_bytes) / rate_bytes_s > until_s
 
     def _check(self, message: Fragment, payload: bytes) -> None:
         if message.selection != self._run.fragment_selection or message.num_slots != self._num_slots:

@@ -25,6 +25,7 @@ from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.topology import TOPOLOGIES
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch, OutlierFound, Push, PushBegun, PushPlan, StepReport
 from p2ptrain.protocol.gossip import Gossip
@@ -37,6 +38,7 @@ from p2ptrain.protocol.wire.messages import Fragment, pack
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.hearing import hear
 from tests.protocol.swarm import RUN, common, inline, run_virtual, start_all, swarm
+from tests.protocol.wiring import hello_of, start_endpoint
 
 SHAPES = [("embedding", (40, 64)), ("bias", (70,)), ("head", (700, 64))]
 STEP_S = 0.1
@@ -48,6 +50,7 @@ class Mailbox:
 
     peer_id: str
     rtt_s: float = 0.02
+    frame_s: float = 0.0
     flow: FlowControl = field(default_factory=FlowControl)
     sent: list[tuple[Fragment, bytes]] = field(default_factory=list)
 
@@ -80,7 +83,7 @@ class Peer:
             clock=trio.current_time, post=lambda work: work(), cpu_clock=cpu_clock,
         )  # fmt: skip
         self.exchange.epoch = Epoch("L", 3)
-        links: Any = SimpleNamespace(get=self.mailboxes.get, peer_timeout_s=30.0)
+        links: Any = SimpleNamespace(get=self.mailboxes.get, live=self.mailboxes, peer_timeout_s=30.0)
         host: Any = SimpleNamespace(lineage_peers=lambda: list(self.mailboxes))
         errors = ErrorLog(logging.getLogger("test"))
         prover: Any = None  # gossip proves nothing
@@ -427,7 +430,7 @@ async def receive(changes: dict[str, Any], payload: Callable[[bytes], bytes] = b
     await trio.sleep(STEP_S)
     receiver.exchange.step(1)
     message, honest = await one_push(sender)
-    link = Mailbox("a", rtt_s=rtt_s)
+    link = Mailbox("a", rtt_s=rtt_s, frame_s=changes.pop("frame_s", 0.0))
     message = msgspec.structs.replace(message, age_s=0.0)
     await receiver.gossip.on_fragment(link, msgspec.structs.replace(message, **changes), payload(honest))  # type: ignore[arg-type]
     return receiver
@@ -443,6 +446,7 @@ async def receive(changes: dict[str, Any], payload: Callable[[bytes], bytes] = b
         ({"age_s": 1.0}, 0.02, {"too_old": 1}),
         ({"age_s": 1e300}, 0.02, {"too_old": 1}),
         ({}, 1.0, {"too_old": 1}),
+        ({"frame_s": 1.0}, 0.02, {"too_old": 1}),
         ({"round": 4}, 0.02, {}),
     ],
 )
@@ -652,6 +656,35 @@ def test_in_a_swarm_nearly_all_fragments_are_merged() -> None:
             bytes_sent = sum(e["bytes_sent"] for e in events)
             p, numel = RUN.fragment_fraction, s.peers["a"].exchange.space.numel
             assert bytes_sent / sent == pytest.approx(p * numel * (1 + 2 / 64), rel=0.08)
+
+    run_virtual(main)
+
+
+def test_a_slow_uplink_sheds_fragments_and_keeps_all_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty partners behind 2 Mbit/s, a fragment of 0.64 MB every half second: one takes 2.6 s."""
+    monkeypatch.setattr(Exchange, "max_age_s", 15.0)
+    names = [f"p{number}" for number in range(20)]
+
+    async def main() -> None:
+        peer = Peer(run_of(), tuple(names))
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(latency_s=0.02)
+            a, *others = [await start_endpoint(network, nursery, hello_of(name)) for name in ("a", *names)]
+            for name in names:
+                await a.links.connect(name, [])
+            network.narrow("a", 250_000)
+            object.__setattr__(peer.gossip._context, "links", a.links)
+            values = torch.randn(10_000, 64)
+            for _ in range(240):
+                plan: Any = SimpleNamespace(cycle=0, slot=0, slot_count=1)
+                push = Push(plan, peer.exchange.epoch, values, trio.current_time(), 0, 0.0)
+                await peer.gossip._send(push)
+                await trio.sleep(0.5)
+            arrived = sum(len(other.of(Fragment)) for other in others)
+            assert sorted(a.links.live) == sorted(names)
+            assert a.links.counters.fragments_shed > 100
+            assert arrived > 0.8 * 120 / 2.6
+            nursery.cancel_scope.cancel()
 
     run_virtual(main)
 

@@ -97,6 +97,7 @@ class FrameReader:
 
     Attributes:
         held_up: whether it waits for its share of the budget and reads nothing.
+        frame_s: how long the last frame took to arrive, from its first byte to its last.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class FrameReader:
         max_body_bytes: int = frames.MAX_HEADER_BYTES + frames.MAX_PAYLOAD_BYTES,
     ) -> None:
         self.held_up = False
+        self.frame_s = 0.0
         self._stream = stream
         self._buffer = bytearray(read_ahead)
         self._on_bytes = on_bytes
@@ -123,6 +125,7 @@ class FrameReader:
         self.release()
         if not self._buffer:
             await self._receive()
+        began_s = trio.current_time()
         if len(self._buffer) < frames.PREFIX_BYTES:
             await self._fill_in_time(frames.PREFIX_BYTES, trio.CancelScope())
         prefix = frames.decode_prefix(bytes(self._buffer[: frames.PREFIX_BYTES]))
@@ -139,6 +142,7 @@ class FrameReader:
             share.receiving = None
         elif len(self._buffer) < size:
             await self._fill_in_time(size, trio.CancelScope())
+        self.frame_s = trio.current_time() - began_s
         with memoryview(self._buffer)[:size] as body:
             message, payload = frames.decode_body(prefix, body)
         del self._buffer[:size]

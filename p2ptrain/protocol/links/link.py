@@ -113,6 +113,7 @@ class Link:
         streams: how many streams the link has had.
         flow: the flow control of its stream.
         rates: the limits on the peer's messages.
+        frame_s: how long the frame that is handled took to arrive, from its first byte to its last.
         opened_s, last_heard: when the link began, and when bytes last arrived.
         answered_s: when the peer last answered a request of ours.
         joining_until_s: until when rounds may wait for the peer's next request for our state.
@@ -129,6 +130,7 @@ class Link:
         self.left = False
         self.streams = 0
         self.flow = FlowControl()
+        self.frame_s = 0.0
         self.answered_s = 0.0
         self.joining_until_s, self.times_overtaken = -math.inf, 0
         self.opened_s = self.last_heard = trio.current_time()
@@ -295,7 +297,7 @@ class Link:
         try:
             while True:
                 prefix, message, payload = await reader.frame()
-                kind = type(message).__name__
+                kind, self.frame_s = type(message).__name__, reader.frame_s
                 await self._take(prefix, message, payload)
                 if self.left:
                     self.close("it left the run")

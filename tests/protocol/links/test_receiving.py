@@ -162,6 +162,25 @@ def test_before_its_hello_a_peer_may_send_little(complete: bool) -> None:
 # --- unfinished frames --------------------------------------------------------------------------------------------
 
 
+def test_a_link_knows_how_long_a_frame_took_to_arrive() -> None:
+    """A fragment grows old on the way."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        network.transport("b")
+        async with endpoints(network, "a") as (a,):
+            stream, frame = await greet(network, "b", hello_of("b")), encode_frame(Due("lineage", 0, 0))
+            await stream.send_all(frame[:5])
+            await trio.sleep(3)
+            await stream.send_all(frame[5:])
+            await until(lambda: len(a.of(Due)) == 1)
+            link = a.links.get("b")
+            assert link is not None
+            assert link.frame_s == pytest.approx(3, abs=0.1)
+
+    run_virtual(main)
+
+
 def test_a_frame_that_stays_unfinished_costs_its_link() -> None:
     async def main() -> None:
         network = MemoryNetwork()

@@ -80,14 +80,13 @@ def disjoint_mean(encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_bl
 def token_weights(tokens: Sequence[int]) -> list[float]:
     """Return the weights of outer gradients: each peer's tokens, capped at twice their median.
 
-    Peers without tokens are left out of the median. If at most half have any, all weights are equal: members refuse
-    the mean of a minority.
+    Peers without tokens are left out of the median; if no peer has any, all weights are equal.
 
     `tokens`: for each contributor, those trained since the last round that included it; not negative. The weights are
     in the same order and not normalised; at least one is positive.
     """
     trained = [count for count in tokens if count > 0]
-    if 2 * len(trained) <= len(tokens):
+    if not trained:
         return [1.0] * len(tokens)
     cap = _TOKEN_CAP * statistics.median(trained)
     return [float(min(count, cap)) for count in tokens]

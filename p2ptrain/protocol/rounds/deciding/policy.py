@@ -161,13 +161,18 @@ def is_anyone_awaited(
 
 
 def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
-    """Weights of outer gradients, in the order of `joins`: none more than twice the median's tokens."""
-    match run.round_weights:
-        case "equal":
-            return [1.0] * len(joins)
-        case "shard":
-            return token_weights([join.shard_tokens for join in joins])
-    return token_weights([join.tokens for join in joins])
+    """Weights of outer gradients, in the order of `joins`: none more than twice the median's tokens.
+
+    Of those that train, if less than half tell their tokens, all weigh the same: members refuse the mean of a minority.
+    """
+    if run.round_weights == "equal":
+        return [1.0] * len(joins)
+    tokens = [join.shard_tokens if run.round_weights == "shard" else join.tokens for join in joins]
+    # Who has just joined has trained on nothing, and does not know its speed.
+    train = [count > 0 or join.speed > 0 for count, join in zip(tokens, joins, strict=True)]
+    if 2 * sum(count > 0 for count in tokens) < sum(train):
+        return [float(trains) for trains in train]
+    return token_weights(tokens)
 
 
 def included(sends: PartsOf, complete: PartsOf, parts: Collection[int], gone: Collection[PeerId]) -> list[PeerId]:

@@ -253,6 +253,29 @@ def test_no_outer_gradient_weighs_more_than_twice_the_median(weights: str, expec
     assert policy.weights_of(RunConfig(round_weights=weights), joins) == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "speeds", "expected"),
+    [
+        ((0, 0, 70), (1, 1, 1), (1, 1, 1)),  # two loops report no tokens
+        ((0, 0, 70), (0, 0, 1), (0, 0, 70)),  # two peers have just joined
+        ((0, 0, 0, 70), (0, 1, 1, 1), (0, 1, 1, 1)),
+        ((0, 70), (1, 1), (0, 70)),
+        ((0, 0, 70, 70), (1, 1, 1, 1), (0, 0, 70, 70)),
+        ((0, 0), (1, 0), (1, 0)),
+        ((0, 0), (0, 0), (1, 1)),
+    ],
+)
+def test_where_most_that_train_tell_no_tokens_all_of_them_weigh_the_same(
+    tokens: tuple[int, ...], speeds: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
+    joins = [
+        join_of(name, tokens=count, shard_tokens=count, speed=speed)
+        for name, count, speed in zip("abcd", tokens, speeds, strict=False)
+    ]
+    for weights in ("tokens", "shard"):
+        assert tuple(policy.weights_of(RunConfig(round_weights=weights), joins)) == expected
+
+
 def reports(names: str, *lines: str) -> tuple[dict[int, set[str]], dict[str, set[int]]]:
     """By part, the members that its reducer gives up; by member, the parts where it is complete.
 

@@ -28,7 +28,7 @@ LOG = "log.txt"
 ADDRESSES = "addresses"
 IDENTITY = "identity.key"
 REFRESH_S = 0.25
-# A peer without new metrics for this long hangs. Waiting for a last round may take a minute.
+# A peer without new metrics for this long hangs, also while it waits for the run's last round: seconds on loopback.
 SILENCE_S = 120.0
 # A peer leaves within 10 s of a SIGTERM (measured: below 2 s on a busy machine).
 LEAVE_S = 12.0

@@ -48,7 +48,7 @@ def state_or_nothing(peer: Peer | GroupPeer) -> dict[str, Any]:
 def wait_for_last_round(peer: Peer | GroupPeer) -> None:
     """At the end of a run with a length, wait for its last round, after which all peers have the same weights.
 
-    Blocks for as long as `peer.wait_finished()`.
+    Blocks for up to the run's `round_timeout_s`, and warns if the round has not landed.
     """
     if peer.run.is_over_at(peer.run_step) and not peer.wait_finished():
         logger.warning("the run's last round has not landed: these weights are this peer's own")

@@ -41,8 +41,8 @@ NODE_TIMEOUT_S = 3.0
 SEARCH_TIMEOUT_S = 5.0
 # An initial peer answers our first ping after it has pinged us back, which may take it NODE_TIMEOUT_S. 8 s is a guess.
 FIRST_ANSWER_S = 8.0
-# The clocks of initial peers are asked for after the first answer; the rest is for a busy machine. Dialling takes up to
-# 10 s before this, and an error is due within 25 s.
+# After the first answer come a search of LATE_SEARCH_S and the clocks of initial peers; the rest is for a busy machine.
+# Dialling takes up to 10 s before this, and an error is due within 25 s.
 JOIN_TIMEOUT_S = FIRST_ANSWER_S + 2 * NODE_TIMEOUT_S
 LEAVE_TIMEOUT_S = 1.0
 # How long we look for the nodes nearest to ours if initial peers answer late; the first lookup finds more of them.

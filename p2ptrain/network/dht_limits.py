@@ -27,7 +27,7 @@ MAX_RECORDS = 64
 MAX_KEYS = 256
 # Keys under which one owner may have a record. A member has one per run, and for 30 s after a change of runs two.
 MAX_KEYS_OF_OWNER = 4
-# All records under a key, with their signatures, as one value of a message.
+# All records under a key, as one value of a message. Twice the value leaves room for signatures.
 MAX_RECORDS_BYTES = MAX_RECORDS * (MAX_SUBKEY_BYTES + 2 * MAX_VALUE_BYTES + 64)
 # Keys of one lookup request. Each has one; hivemind would ask for 4 at once if all 16 of a run were looked up together.
 # The answer then has less than the 4 MiB of a message.

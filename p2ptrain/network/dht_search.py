@@ -64,6 +64,8 @@ async def search(node: hivemind.DHTNode, key: Any, timeout_s: float) -> Found:
 
     async def ask(node_id: Any, peer_id: hivemind.PeerID) -> None:
         nonlocal running
+        for other in [named for named, its_peer in known.items() if its_peer == peer_id and named != node_id]:
+            del known[other]  # a peer has one place, under whatever node ids it is named
         answer: Any = None
         with unless_it_ends():
             answer = await from_asyncio(node._call_find_with_blacklist(peer_id, [key]))

@@ -22,15 +22,19 @@ from p2ptrain.algorithms.transfers import Transfers, at_once, in_pieces
 from p2ptrain.errors import ConfigError, RunMismatchError, WireError
 from p2ptrain.formatting import count
 from p2ptrain.peer.device_transfers import device_transfers
-from p2ptrain.peer.model_tensors import check_apart, persistent_buffers, plain_names, trainable_parameters
+from p2ptrain.peer.model_tensors import (
+    check_apart,
+    most_bytes_of,
+    persistent_buffers,
+    plain_names,
+    trainable_parameters,
+)
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharded_view import ShardedView
 from p2ptrain.peer.sharding import frozen_values, fsdp_modules, is_sharded, local_of
 from p2ptrain.peer.side_stream import CudaSideStream
 from p2ptrain.settings.config import RunConfig
 
-# By so much other versions of safetensors may pad the same buffers more (guess).
-PADDING_BYTES = 64 * 1024
 # Devices and addresses of the parameters that peers of this process write to. It is global, because these peers need
 # not know of each other, and a mark on a user's tensor would be pickled with it.
 _written = set[tuple[torch.device, int]]()
@@ -238,8 +242,8 @@ class ModelParts:
         )
 
     def most_buffer_bytes(self) -> int:
-        """How many bytes other peers' `buffers()` have at most; 0 if there are none. Another version pads them more."""
-        return len(data) + PADDING_BYTES if (data := self.buffers()) else 0
+        """The most bytes that another peer's `buffers()` may have; 0 if this model has none."""
+        return most_bytes_of(self._live_buffers)
 
     @property
     def _live_buffers(self) -> dict[str, torch.Tensor]:

@@ -95,14 +95,18 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 "it, or register it with persistent=False"
             )
         _check_written("buffer", name, buffer)
-    described = sum(len(name) + MOST_DESCRIBED_BYTES for name in persistent)
-    size_bytes = described + sum(buffer.numel() * buffer.element_size() for buffer in persistent.values())
-    if size_bytes > MAX_BUFFERS_BYTES:
+    if (size_bytes := most_bytes_of(persistent)) > MAX_BUFFERS_BYTES:
         raise ConfigError(
             f"the model's buffers take {size_bytes / 2**20:,.0f} MiB, and joining peers take at most "
             f"{MAX_BUFFERS_BYTES // 2**20:,}: register those that each peer has already with persistent=False"
         )
     return persistent
+
+
+def most_bytes_of(buffers: Mapping[str, torch.Tensor]) -> int:
+    """The most bytes that safetensors makes of these buffers; 0 of none."""
+    described = sum(len(name) + MOST_DESCRIBED_BYTES for name in buffers)
+    return described + sum(buffer.numel() * buffer.element_size() for buffer in buffers.values())
 
 
 def _named(model: torch.nn.Module, tensors: Iterable[tuple[str, T]]) -> dict[str, T]:

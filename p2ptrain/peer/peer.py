@@ -394,8 +394,9 @@ class Peer:
     def leave(self, reason: str = "done", *, landing: bool = True) -> None:
         """Tell the other peers, end the network side, close the records. May be called twice.
 
-        Takes below 10 s. After the run's last round it first waits for linked peers that have not landed it: 10 s, and
-        while they fetch it from here, at most as long as an attempt at a round may take.
+        Takes below 10 s. After the run's last round it first waits for linked peers that have not landed it: until 10 s
+        after their last use of this peer, and at most for the present timeout of an attempt (60 s to the run's
+        `round_timeout_s`).
 
         Args:
             reason: for the records of all peers.

@@ -249,10 +249,11 @@ class Gossip:
                 partner.send_fragment(make, payload, until_s=until_s)
 
     def _would_come_late(self, size_bytes: int, until_s: float) -> bool:
-        """Whether those under way to all peers keep a fragment too long, if all share an uplink.
+        """Whether a fragment would arrive too late if all links share an uplink, and what is under way goes first.
 
-        Its rate is that of the fastest link, or at first of the slowest line. Each link only sheds what is late for its
-        own path: a slow uplink would carry one fragment of each link at once, and none would be complete in time.
+        The uplink's rate is that of the fastest link; before any is measured, that of the slowest line. Each link only
+        sheds what is late for its own path: a slow uplink would carry one fragment of each link at once, and none would
+        be complete in time.
         """
         flows = [link.flow for link in self._context.links.live.values()]
         under_way = sum(flow.in_flight for flow in flows)

@@ -223,7 +223,7 @@ class RunConfig:
         help="Most peers that contribute to a round; larger swarms draw them.",
         why="A mean of 64 gains little from more, and all of them link to each other. The others take the round over.")
     round_timeout_s: float = setting(1800.0, POSITIVE, metavar="SECONDS",
-        help="Time limit for one attempt at a round.",
+        help="Time limit for one attempt at a round, and for the wait for the run's last round.",
         why="124M parameters in int8 take nine minutes each way at 2 Mbit/s, the slowest link that we test. After half "
         "of it, members with complete outer gradients go on without the rest.")
     outer_optimizer: str = setting("nesterov", choice("nesterov", "sgdm", "sgd", "adam"),

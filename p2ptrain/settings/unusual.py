@@ -60,7 +60,9 @@ def _without_effect(run: RunConfig, given: Collection[str]) -> Iterator[str]:
         (("outer_momentum",), run.outer_optimizer != "sgd", "an --outer-optimizer other than sgd"),
         (("sharding",), run.num_shards > 0, "--num-shards above 0"),
     ):
-        for name in () if is_used else given:
+        if is_used:
+            continue
+        for name in given:
             if name in names:
                 yield f"--{name.replace('_', '-')} {getattr(run, name)} has no effect: it needs {needed}"
 

@@ -80,14 +80,12 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
             target.rename(out / f".{target.name}{REPLACED}")
         building.rename(target)
         _sync(out)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, TypeError) as error:
         shutil.rmtree(building, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"cannot write {target}: {reason}; free space there, or give another --out") from error
-    except TypeError as error:  # of `_pack`
-        shutil.rmtree(building, ignore_errors=True)
-        fix = "let the model's get_extra_state() return tensors, numbers, texts, and lists or dictionaries of them"
-        raise CheckpointError(f"cannot write {target}: {error}; {fix}") from error
+        reason, fix = getattr(error, "strerror", None) or error, "free space there, or give another --out"
+        if isinstance(error, TypeError):  # of `_pack`; a model's state may have what its get_extra_state() returns
+            fix = "keep only tensors, numbers, texts, and lists or dictionaries of them in that state"
+        raise CheckpointError(f"cannot write {target}: {reason}; {fix}") from error
     # Checkpoints with a damaged manifest are removed first.
     spare = sorted(checkpoints(out), key=lambda path: _serial(path) is None)[KEEP:]
     for old in [*spare, *out.glob(".checkpoint-*.tmp")]:

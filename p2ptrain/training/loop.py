@@ -265,7 +265,7 @@ def _steps_to_the_end(
             if waited_s - told_s >= WAITING_INTERVAL_S:
                 told_s = waited_s
                 logger.info(
-                    "the run's last round is awaited, since %.0f s and for at most %.0f; Ctrl-C leaves without it",
+                    "waiting for the run's last round: %.0f s so far, at most %.0f s; Ctrl-C leaves without it",
                     waited_s,
                     most_s,
                 )

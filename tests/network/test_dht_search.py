@@ -122,6 +122,16 @@ def test_a_peer_is_asked_once_however_many_node_ids_name_it(monkeypatch: pytest.
     run_virtual(monkeypatch, main)
 
 
+def test_a_peer_that_is_named_under_many_node_ids_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        named = {near(number): peer(9) for number in range(1, 21)} | {near(500): peer(2)}
+        net = Net({near(101): peer(1)}, {peer(1): named, peer(2): {}})  # peer 9 is silent
+        net.holds[peer(2)].store_subkey(KEY, b"owner", b"value", time.time() + 60.0)
+        assert (await search(net.node, KEY, 5.0)).records.keys() == {b"owner"}
+
+    run_virtual(monkeypatch, main)
+
+
 def test_nodes_that_others_name_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         chain = [(near(1000 - number), peer(number)) for number in range(30)]

@@ -103,7 +103,7 @@ def test_who_stopped_before_the_last_round_makes_up_for_it() -> None:
         for waits in (False, True):
             parts = ModelParts(torch.nn.Linear(4, 4))
             peer = memory_peer(parts, run, "a", network, thread, may_found=True, resume_state=state)
-            assert peer.finished == (peer.run_step == 4 and not waits)
+            assert (peer.finished, peer.run_step) == (False, 4 if waits else 0)
             assert peer.wait_finished() if waits else not peer.wait_finished(0)
             state = peer.state_dict() | {"run_step": 4}
             peer.leave()

@@ -322,7 +322,7 @@ def test_who_waits_long_for_the_last_round_is_told(tmp_path: Path, caplog: pytes
         assert _run(Waiting(trainer.run), trainer, tmp_path)[0] == "finished"
     told = [line for line in caplog.messages if "last round" in line]
     assert len(told) == 2
-    assert "since 30 s and for at most 1800" in told[0]
+    assert "30 s so far, at most 1800 s" in told[0]
 
 
 def test_a_checkpoint_whose_state_lands_a_round_counts_as_written(tmp_path: Path) -> None:

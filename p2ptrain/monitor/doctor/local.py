@@ -91,8 +91,11 @@ def read_machine(out: Path, *, device: str) -> Machine:
 
 
 def _index_of(device: str) -> int | None:
-    """The number of a device's GPU; None if it is no GPU, or one that this machine does not have."""
-    chosen = torch.device("cuda" if device == "auto" else device)
+    """The index of a device's GPU; None if the device is no GPU, or this machine does not have it."""
+    try:
+        chosen = torch.device("cuda" if device == "auto" else device)
+    except RuntimeError:  # no device of torch: `join` refuses it
+        return None
     index = chosen.index or 0
     return index if chosen.type == "cuda" and index < torch.cuda.device_count() else None
 

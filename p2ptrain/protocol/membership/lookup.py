@@ -41,7 +41,7 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# How often members are looked up and asked, until one has answered.
+# Seconds between two looks for members, and between two rounds of questions (guess).
 ASK_AGAIN_S = 0.3
 # New records are found within about a second. After this long without any, the run is assumed not to exist.
 LOOK_S = 2.0
@@ -145,7 +145,10 @@ async def ask_settings(
             nursery.cancel_scope.cancel()
 
     async def look() -> None:
-        """Look for members again and again. `found` has those of the keys that answer, however late others are."""
+        """Look for members again and again.
+
+        On the first look `found` is filled while keys answer; later ones replace it when they end.
+        """
         nonlocal found, looked_s
         while True:
             heard: Members = {}
@@ -157,9 +160,9 @@ async def ask_settings(
             await trio.sleep(ASK_AGAIN_S)
 
     def is_enough() -> bool:
-        """Whether there is an answer that no better one may follow. Late keys may have better ones for LOOK_S."""
-        is_named = not answers.answered.isdisjoint(initial)
-        return answers.is_enough(found) and (is_named or max(looked_s, trio.current_time() - LOOK_S) >= started)
+        """Whether to stop: an initial peer has answered, or members were looked up once, or for LOOK_S."""
+        has_looked = looked_s >= started or trio.current_time() >= started + LOOK_S
+        return answers.is_enough(found) and (has_looked or not answers.answered.isdisjoint(initial))
 
     def nobody_is_there() -> bool:
         """Whether nobody was found for LOOK_S, and each initial peer has answered, failed, or had as long."""

@@ -248,19 +248,17 @@ class Node:
 
     @property
     def longest_stay_s(self) -> float:
-        """How long `stay` may take: as long as an attempt at a round."""
+        """The most seconds that `stay` takes: the present timeout of an attempt, from 60 s to `round_timeout_s`."""
         return max(STAY_S, self.driver.context.timeouts.attempt_s())
 
     async def stay(self) -> None:
-        """After the run's last round, wait for linked peers that have not landed it: 10 s, and while they use us."""
+        """After the run's last round, wait for linked peers that have not: until 10 s after their last use."""
         liveness, needed_s = self.driver.context.liveness, trio.current_time()
-        end_s = needed_s + self.longest_stay_s
-        while (behind := liveness.behind(self.driver.head.round)) and trio.current_time() < min(
-            end_s, needed_s + STAY_S
-        ):
-            if any(link.is_in_use for link in behind):
-                needed_s = trio.current_time()
-            await trio.sleep(STAY_POLL_S)
+        with trio.move_on_after(self.longest_stay_s):
+            while (behind := liveness.behind(self.driver.head.round)) and trio.current_time() < needed_s + STAY_S:
+                if any(link.is_in_use for link in behind):
+                    needed_s = trio.current_time()
+                await trio.sleep(STAY_POLL_S)
 
     def joiners(self) -> Mapping[PeerId, int]:
         """Live peers that download our state or are about to, and how many rounds in a row came before each had it."""

@@ -310,9 +310,10 @@ class Joining:
         return True
 
     async def _load_buffers(self, download: Download, donors: list[Link], head: Head) -> None:
-        """Load the buffers of a donor's model. Nothing proves them, so they come from an initial peer or a voter.
+        """Load the buffers of a donor's model.
 
-        Raises PeerLostError, WireError.
+        Nothing proves them, so an initial peer or a voter is asked first, and others only if these fail. Raises
+        PeerLostError, WireError.
         """
         if not (most_bytes := self._buffers.most_bytes()):
             return

@@ -58,6 +58,7 @@ class ModelBuffers:
     """Serializes and loads the model's buffers.
 
     Attributes:
+        read: serializes ours.
         load: takes those of another peer. Raises WireError if they do not fit the model.
         most_bytes: how many bytes those have at most; 0 if none are wanted.
     """
@@ -135,7 +136,10 @@ def num_pages(num_chunks: int) -> int:
 
 
 async def ask_buffers(links: Links, link: Link, most_bytes: int) -> bytes:
-    """The serialized buffers of a partner's model, in the time of the slowest line. Raises PeerLostError, WireError."""
+    """The serialized buffers of a partner's model.
+
+    Raises PeerLostError, also if they take longer than on the slowest line, or WireError.
+    """
     data, packing = bytearray(), ""
     with trio.move_on_after(CHUNK_TIMEOUT_S + most_bytes / SLOWEST_BYTES_S):
         while len(data) <= most_bytes:

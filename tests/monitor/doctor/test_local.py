@@ -123,7 +123,7 @@ def test_this_machine_is_read(tmp_path: Path) -> None:
     ("device", "gpu", "found"),
     [
         ("cuda:1", "GPU 1", Mark.OK), ("cuda", "GPU 0", Mark.OK), ("auto", "GPU 0", Mark.OK), ("cpu", None, Mark.OK),
-        ("cuda:2", None, Mark.FAILED),
+        ("cuda:2", None, Mark.FAILED), ("foo", None, Mark.OK),
     ],
 )  # fmt: skip
 def test_the_gpu_of_the_device_is_read(

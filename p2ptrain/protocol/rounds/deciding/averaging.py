@@ -271,7 +271,7 @@ class Gather:
     def conclude(
         self, plan: Plan, contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
     ) -> Conclusion | None:
-        """One report is enough (`policy.heeded` says whose): members with other bytes fetch those in the record."""
+        """One report is enough (`policy.counted_reports`): members with other bytes fetch those in the record."""
         if not reports:
             return None
         i, report = min(reports.items())

@@ -163,7 +163,8 @@ def is_anyone_awaited(
 def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
     """Weights of outer gradients, in the order of `joins`: none more than twice the median's tokens.
 
-    Of those that train, if less than half tell their tokens, all weigh the same: members refuse the mean of a minority.
+    If fewer than half of the members that train report tokens, all that train weigh the same: members refuse the mean
+    of a minority.
     """
     if run.round_weights == "equal":
         return [1.0] * len(joins)
@@ -206,13 +207,13 @@ def conflicts_of(
     return conflicts
 
 
-def heeded(
+def counted_reports(
     reports: Mapping[int, Reduced], plan: Sequence[RosterPart], gone: Collection[PeerId], own: PeerId
 ) -> dict[int, Reduced]:
-    """The reports that count, by part, as far as they are here.
+    """The reports that a leader uses, by part.
 
-    Reducers of the same blocks of the same senders must report the same hashes. Ours alone counts, as others may lie;
-    if we are none of them, those that most agree on, once all have reported.
+    Reducers that average the same blocks of the same senders must report the same hashes. If we are one of them, only
+    our report is used; else, once all that are not gone have reported, those with the hashes that most report.
 
     Args:
         gone: reducers that are not awaited.

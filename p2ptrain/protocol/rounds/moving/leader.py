@@ -216,7 +216,7 @@ class AveragingLeader:
     async def _await_reports(self, contributors: Sequence[m.Contributor]) -> Conclusion:
         """The parts of the record, from the reports of the reducers."""
         while True:
-            reports = policy.heeded(self._reports, self._plan, self._gone, self._context.peer_id)
+            reports = policy.counted_reports(self._reports, self._plan, self._gone, self._context.peer_id)
             conclusion = self._context.averaging.conclude(self._plan, contributors, reports)
             if conclusion is not None:
                 return conclusion

@@ -329,7 +329,7 @@ class Participation:
         reason = context.mean_guard.refusal(norms, self._head, leader, steps, has_snapshot=own is not None)
         if reason:
             logger.warning("round %d, attempt %d is refused: %s", record.round, self.attempt.counter, reason)
-            if own is not None:
+            if own is not None and context.averaging.reduces:
                 await self._avoid_largest(record, norms, own)
             raise RoundFailedError(reason)
 

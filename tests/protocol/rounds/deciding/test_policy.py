@@ -206,15 +206,15 @@ def test_strangers_that_join_and_name_each_other_only_are_left_out_once_they_are
 def test_where_all_reducers_report_the_same_hashes_ours_count_else_those_of_most() -> None:
     plan = [RosterPart(0, 9, reducer, ()) for reducer in "xabc"]
     true, false = ({i: Reduced("l", 1, ATTEMPT, i, (digest,), (), False) for i in range(4)} for digest in "tf")
-    assert policy.heeded({0: false[0]}, plan, (), "a") == {}
-    assert policy.heeded({0: false[0], 1: true[1]}, plan, (), "a") == {1: true[1]}
+    assert policy.counted_reports({0: false[0]}, plan, (), "a") == {}
+    assert policy.counted_reports({0: false[0], 1: true[1]}, plan, (), "a") == {1: true[1]}
     # z reduces nothing, and waits for all that are not gone.
     reports = {0: false[0], 1: true[1], 2: true[2]}
-    assert policy.heeded(reports, plan, (), "z") == {}
-    assert policy.heeded(reports, plan, {"c"}, "z") == {1: true[1], 2: true[2]}
-    assert policy.heeded({}, plan, set("xabc"), "z") == {}
+    assert policy.counted_reports(reports, plan, (), "z") == {}
+    assert policy.counted_reports(reports, plan, {"c"}, "z") == {1: true[1], 2: true[2]}
+    assert policy.counted_reports({}, plan, set("xabc"), "z") == {}
     apart = [RosterPart(number, number + 1, part.reducer, ()) for number, part in enumerate(plan)]
-    assert policy.heeded(reports, apart, (), "a") == reports
+    assert policy.counted_reports(reports, apart, (), "a") == reports
 
 
 def test_only_members_that_arrived_whole_at_every_reducer_are_in_the_mean() -> None:

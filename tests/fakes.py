@@ -83,7 +83,7 @@ class FakePeer:
         self.started_s = start_s
         return self.step(loss, samples)
 
-    def wait_finished(self, timeout_s: float) -> bool:
+    def wait_finished(self, timeout_s: float | None = None) -> bool:
         return self.finished
 
     def finish_landing(self) -> bool:

@@ -102,7 +102,7 @@ class GroupPeer:
             self.maddrs: list[str] = settled["maddrs"]
             self.founded = bool(settled["founded"])
             self.data_seed = self.run.data_seed(f"{self.peer_id}/{self.rank}" if self.rank else self.peer_id)
-            self._parts.load_buffers(self._ranks.tell_bytes(self._parts.buffers()))
+            self._parts.load_buffers(self._ranks.tell_bytes(self._parts.buffers()), of_own_rank=True)
             self._follow("join", changes=Changes(everything=True))
         except BaseException as error:
             self.leave(type(error).__name__)

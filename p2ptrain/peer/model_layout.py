@@ -251,10 +251,11 @@ class ModelParts:
         now = dict(plain_names(self._model, self._model.named_buffers()))
         return {name: now.get(name, buffer) for name, buffer in self._buffers.items()}
 
-    def load_buffers(self, data: bytes) -> None:
-        """Load another peer's buffers.
+    def load_buffers(self, data: bytes, *, of_own_rank: bool = False) -> None:
+        """Load another peer's buffers, or those of another rank of this peer.
 
-        Raises WireError, with nothing changed, if they do not fit this model, or are not finite where ours are.
+        Raises WireError, with nothing changed, if they do not fit this model, or if another peer's are not finite where
+        ours are.
         """
         if not self._buffers and not data:
             return
@@ -266,7 +267,7 @@ class ModelParts:
         for name, buffer in buffers.items():
             if name not in received or received[name].shape != buffer.shape or received[name].dtype != buffer.dtype:
                 raise WireError(f"buffer {name} is missing or differs in shape or type")
-            if (_is_finite(buffer) & ~_is_finite(received[name])).any():  # masks have infinities
+            if not of_own_rank and (_is_finite(buffer) & ~_is_finite(received[name])).any():  # masks have infinities
                 raise WireError(f"buffer {name} is not finite where ours is")
         with torch.inference_mode():  # for buffers that were made in it
             for name, buffer in buffers.items():

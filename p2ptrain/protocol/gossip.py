@@ -25,7 +25,8 @@ from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.pushing import MOST_PUSHES_UNDER_WAY
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, OutlierFound, Push, PushBegun, PushPlan
-from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.flow_control import ACK_EVERY_BYTES
+from p2ptrain.protocol.links.link import MIN_PATIENCE_S, Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S, PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
@@ -256,9 +257,13 @@ class Gossip:
         be complete in time.
         """
         flows = [link.flow for link in self._context.links.live.values()]
-        under_way = sum(flow.in_flight for flow in flows)
-        rate_bytes_s = max(flow.rate_bytes_s for flow in flows) or SLOWEST_BYTES_S
-        return under_way > 0 and trio.current_time() + (under_way + size_bytes) / rate_bytes_s > until_s
+        # The receiver of a link may hold so many bytes without acknowledging them.
+        under_way = sum(max(0, flow.in_flight - ACK_EVERY_BYTES) for flow in flows)
+        # A path that was never filled shows less than its rate.
+        filled = [flow.rate_bytes_s for flow in flows if flow.is_filled]
+        rate_bytes_s = max(filled or [SLOWEST_BYTES_S, *(flow.rate_bytes_s for flow in flows)])
+        most_s = min(until_s - trio.current_time(), MIN_PATIENCE_S / 2)  # heartbeats may have to wait as long
+        return under_way > 0 and (under_way + size_bytes) / rate_bytes_s > most_s
 
     def _check(self, message: Fragment, payload: bytes) -> None:
         if message.selection != self._run.fragment_selection or message.num_slots != self._num_slots:

@@ -34,7 +34,7 @@ class Peer(FakePeer):
         self.samples.append(samples)
         return StepReport()
 
-    def wait_finished(self, timeout_s: float) -> bool:
+    def wait_finished(self, timeout_s: float | None = None) -> bool:
         self.waited = True
         return True
 

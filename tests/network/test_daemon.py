@@ -92,7 +92,8 @@ def test_everything_works_again_with_another_daemon(run: Run) -> None:
             assert (network.peer_id, network.maddrs, network.failure) == (peer_id, maddrs, None)
             await opened(network, other)
             await opened(other, network)
-            assert await network.directory.announce("run", b"here", 60.0)
+            while not await network.directory.announce("run", b"here", 60.0):
+                await trio.sleep(0.05)  # on a busy machine the first search may be too late
             await found(other, "run", {network.peer_id: b"here"})
 
     run(main)

@@ -70,17 +70,23 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         assert thread.stop(10.0)
 
 
-@pytest.mark.parametrize(("used_s", "stays_s"), [(0.0, 10.0), (25.0, 35.0), (1e9, 60.0)])
-def test_it_stays_while_others_fetch_the_last_round(used_s: float, stays_s: float) -> None:
-    """Ten seconds after the last use of its links, and as long as an attempt at most."""
+@pytest.mark.parametrize(
+    ("used_s", "has_contributed", "stays_s"),
+    [(0.0, True, 10.0), (25.0, True, 35.0), (1e9, True, 60.0), (1e9, False, 10.0)],
+)
+def test_it_stays_while_others_fetch_the_last_round(used_s: float, has_contributed: bool, stays_s: float) -> None:
+    """Ten seconds after the last use of its links by one that has contributed, and as long as an attempt at most."""
 
     class Behind:
+        peer_id = "b"
+
         @property
         def is_in_use(self) -> bool:
             return trio.current_time() < began_s + used_s
 
     liveness = SimpleNamespace(behind=lambda round_: [Behind()])
-    context = SimpleNamespace(liveness=liveness, timeouts=SimpleNamespace(attempt_s=lambda: 60.0))
+    recent = SimpleNamespace(admits=lambda peer_id: has_contributed)
+    context = SimpleNamespace(liveness=liveness, recent=recent, timeouts=SimpleNamespace(attempt_s=lambda: 60.0))
     node = Node.__new__(Node)
     driver: Any = SimpleNamespace(context=context, head=SimpleNamespace(round=3))
     node.driver = driver

@@ -689,6 +689,32 @@ def test_a_slow_uplink_sheds_fragments_and_keeps_all_links(monkeypatch: pytest.M
     run_virtual(main)
 
 
+@pytest.mark.parametrize(("partners", "blocks"), [(7, 160), (15, 120), (15, 700), (31, 1600)])
+def test_a_fast_network_sheds_no_fragment(monkeypatch: pytest.MonkeyPatch, partners: int, blocks: int) -> None:
+    """A receiver holds up to 24 KiB without acknowledging them, and a path that is never filled shows no rate."""
+    monkeypatch.setattr(Exchange, "max_age_s", 0.3)
+    names = [f"p{number}" for number in range(partners)]
+
+    async def main() -> None:
+        peer = Peer(run_of(), tuple(names))
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(latency_s=0.025, bandwidth_bytes_s=12.5e6)
+            a = await start_endpoint(network, nursery, hello_of("a"))
+            for name in names:
+                await start_endpoint(network, nursery, hello_of(name))
+                await a.links.connect(name, [])
+            object.__setattr__(peer.gossip._context, "links", a.links)
+            values = torch.randn(blocks, 64)
+            for _ in range(400):
+                plan: Any = SimpleNamespace(cycle=0, slot=0, slot_count=1)
+                await peer.gossip._send(Push(plan, peer.exchange.epoch, values, trio.current_time(), 0, 0.0))
+                await trio.sleep(0.05)
+            assert a.links.counters.fragments_shed <= 2  # before any rate is known
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
 def test_a_hostile_fragment_costs_its_sender_the_link_and_us_nothing() -> None:
     async def main() -> None:
         async with swarm(RUN) as s:

@@ -81,7 +81,7 @@ def test_a_mistake_is_named(settings: dict[str, Any], message: str) -> None:
 
 
 def test_the_goodput_of_a_run_that_nobody_ends_is_until_its_last_step() -> None:
-    records = simulate(Experiment.of(peers=2, steps=20, sync_every=5, schedule=["5:crash:0", "5:crash:1"]))
+    records = simulate(Experiment.of(peers=2, steps=20, sync_every=5, schedule=["12:crash:0", "12:crash:1"]))
     assert 0.5 < records.goodput <= 1.1
 
 

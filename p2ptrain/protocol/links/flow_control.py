@@ -61,6 +61,7 @@ class FlowControl:
         rtt_s: smoothed round trip, of which each counts as MOST_ROUND_TRIP_S at most; 0 if unknown.
         in_flight: bulk bytes sent and not acknowledged.
         acked: bulk bytes acknowledged by the receiver.
+        is_filled: whether a flight has filled the path, so that its rate is known.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class FlowControl:
         self._flights: deque[_Flight] = deque()
         # The rates that are or can still become the largest, with the time of each; the rates fall.
         self._rates: deque[tuple[float, float]] = deque()
-        self._filled = False
+        self.is_filled = False
 
     @property
     def rate_bytes_s(self) -> float:
@@ -85,7 +86,7 @@ class FlowControl:
     @property
     def window_bytes(self) -> float:
         """Unacknowledged bulk bytes at which bulk frames wait."""
-        least = MIN_WINDOW_BYTES if self._filled else FIRST_WINDOW_BYTES
+        least = MIN_WINDOW_BYTES if self.is_filled else FIRST_WINDOW_BYTES
         return max(least, (WINDOW_S + self.path_rtt_s) * self.rate_bytes_s)
 
     @property
@@ -95,7 +96,7 @@ class FlowControl:
 
     def delivery_s(self, size_bytes: int) -> float:
         """Estimated seconds until a frame that is sent now arrives; 0 if unknown."""
-        if not self.in_flight or not self._filled:
+        if not self.in_flight or not self.is_filled:
             return 0.0
         return (self.in_flight + size_bytes) / self.rate_bytes_s + self.path_rtt_s / 2
 
@@ -146,14 +147,16 @@ class FlowControl:
         if elapsed_s <= 0 or delivered <= ACK_EVERY_BYTES:
             return  # the next heartbeat acknowledges so few bytes
         rate = delivered / elapsed_s
-        full = flight.fills or now - flight.sent_s > self.path_rtt_s + WINDOW_S
+        # Of fewer bytes, the receiver may wait for more before it acknowledges them; some may be acknowledged already.
+        is_told_at_once = flight.end - flight.acked >= 2 * ACK_EVERY_BYTES
+        full = flight.fills or (is_told_at_once and now - flight.sent_s > self.path_rtt_s + WINDOW_S)
         if not full and rate <= self.rate_bytes_s:
             return
         while self._rates and self._rates[-1][1] <= rate:
             self._rates.pop()
         self._rates.append((now, rate))
         if full:
-            self._filled = True
+            self.is_filled = True
             while self._rates[0][0] < now - RATE_ROUND_TRIPS * (self.path_rtt_s + WINDOW_S):
                 self._rates.popleft()
 

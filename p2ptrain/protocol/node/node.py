@@ -253,11 +253,14 @@ class Node:
 
     async def stay(self) -> None:
         """After the run's last round, wait for linked peers that have not: until 10 s after their last use."""
-        liveness, needed_s = self.driver.context.liveness, trio.current_time()
+        context, needed_s = self.driver.context, trio.current_time()
         with trio.move_on_after(self.longest_stay_s):
-            while (behind := liveness.behind(self.driver.head.round)) and trio.current_time() < needed_s + STAY_S:
-                if any(link.is_in_use for link in behind):
+            while behind := context.liveness.behind(self.driver.head.round):
+                # Anybody may say that it is behind.
+                if any(link.is_in_use and context.recent.admits(link.peer_id) for link in behind):
                     needed_s = trio.current_time()
+                if trio.current_time() >= needed_s + STAY_S:
+                    return
                 await trio.sleep(STAY_POLL_S)
 
     def joiners(self) -> Mapping[PeerId, int]:

@@ -365,6 +365,8 @@ class RoundDriver:
         elif state.member is None and state.proposer is None and not self._waits(now):
             wake_s = self._call(now)
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
+        if self._exchange.at_length:  # who waits for the run's last round does not train
+            three_intervals_s = 0.0
         ours = self._lineage_watch.is_our_turn(
             self.head,
             three_intervals_s,

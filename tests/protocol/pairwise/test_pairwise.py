@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -194,15 +195,19 @@ def test_a_pairwise_step_takes_two_round_trips_from_its_offer() -> None:
 
             members.network.fault = watch
             peers = [members.start(name, founder=name == "a", step_s=step_s) for name in "ab"]
-            await members.until(lambda: all(len(pairs(peer, "paired")) >= 4 for peer in peers))
-            # The pause is random, so half of the longest on average.
-            most_s = (PAIR_ROUND_TRIPS - PAUSE_ROUND_TRIPS / 2) * round_trip_s
-            for step in range(1, 4):
+            await members.until(lambda: all(len(pairs(peer, "paired")) >= 9 for peer in peers), within_s=300)
+            took_s: list[float] = []
+            for step in range(1, 9):
                 ends = [pairs(peer, "paired")[step] for peer in peers]
                 offer_s = max(s for s in offered_s if s < ends[0]["t"])
                 assert offer_s - max(end["t"] - end["wall_s"] for end in ends) <= PAUSE_ROUND_TRIPS * round_trip_s
-                # A snapshot and a landing each wait for the end of a step.
-                assert round_trip_s < max(end["t"] for end in ends) - offer_s <= most_s + 2 * step_s + 0.01
+                took_s.append(max(end["t"] for end in ends) - offer_s)
+            # The pause is random, so half of the longest on average.
+            usual_s = (PAIR_ROUND_TRIPS - PAUSE_ROUND_TRIPS / 2) * round_trip_s
+            assert round_trip_s < min(took_s)
+            # A snapshot and a landing each wait for the end of a step.
+            assert statistics.fmean(took_s) <= usual_s + 2 * step_s + 0.01
+            assert max(took_s) <= usual_s + round_trip_s
 
     run_virtual(main)
 

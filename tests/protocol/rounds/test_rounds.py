@@ -179,6 +179,23 @@ def test_intervals_follow_speeds_and_tokens_weigh() -> None:
     run_virtual(main)
 
 
+def test_a_voter_that_is_lost_near_the_end_is_not_waited_for_three_intervals() -> None:
+    """Who waits for the run's last round does not train."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=1000, total_steps=2000, fragment_fraction=0.0)
+        async with swarm(run) as s:
+            start_all(s, "ab", step_s=0.1)
+            await s.until(lambda: common(s, 1, 2), within_s=300)
+            await s.until(lambda: all(peer.exchange.run_step >= 1950 for peer in s.peers.values()), within_s=300)
+            first, _ = s.peers["a"].node.driver.head.voters[0]
+            s.kill(first)
+            (left,) = s.peers.keys() - {first}
+            await s.until(lambda: s.peers[left].exchange.finished, within_s=100)
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("total_steps", [0, 300])
 def test_a_founder_that_is_much_slower_than_those_who_join_it_commits_with_them(total_steps: int) -> None:
     """It alone decides the first round, when the others have made twenty times as many steps."""

@@ -79,15 +79,18 @@ def averageable(
 ) -> dict[PeerId, Join]:
     """Drop the members with the fewest links until some member that is not avoided is linked to all that remain.
 
-    All members if at most half of them, and of the voters among them, would be left: a member may name too few links.
-    Voters count by themselves, as strangers that join may be most members. `avoided`: as for `reducers_of`.
+    All members if at most half would be left: a member may name too few links. But if then no voter could reduce, as
+    strangers that join may be most members and name few links, only if at most half of the voters would be left.
+    `avoided`: as for `reducers_of`.
     """
     left = dict(joins)
     while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
         del left[min(left, key=lambda peer: (len(left.keys() & set(left[peer].linked)), peer))]
     joined = {peer for peer, join in joins.items() if (peer, join.incarnation) in voters}
-    is_most = 2 * len(left) > len(joins) or 2 * len(joined & left.keys()) > len(joined)
-    return left if is_most else dict(joins)
+    if 2 * len(left) > len(joins):
+        return left
+    voter_reduces = any(_can_reduce(peer, joins) for peer in joined)
+    return left if not voter_reduces and 2 * len(joined & left.keys()) > len(joined) else dict(joins)
 
 
 def reducers_of(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> list[PeerId]:
@@ -213,7 +216,8 @@ def counted_reports(
     """The reports that a leader uses, by part.
 
     Reducers that average the same blocks of the same senders must report the same hashes. If we are one of them, only
-    our report is used; else, once all that are not gone have reported, those with the hashes that most report.
+    our report is used; else those with the hashes that more than half of all report that are not gone, or that most
+    report once all have.
 
     Args:
         gone: reducers that are not awaited.
@@ -226,9 +230,10 @@ def counted_reports(
     counted: dict[int, Reduced] = {}
     for numbers in groups.values():
         wanted = [number for number in numbers if plan[number].reducer == own] or numbers
-        if all(number in reports for number in wanted):
-            agreed = Counter(reports[number].digests for number in wanted).most_common(1)[0][0]
-            counted |= {number: reports[number] for number in wanted if reports[number].digests == agreed}
+        here = [number for number in wanted if number in reports]
+        agreed, count = next(iter(Counter(reports[number].digests for number in here).most_common(1)), ((), 0))
+        if here and (2 * count > len(wanted) or len(here) == len(wanted)):
+            counted |= {number: reports[number] for number in here if reports[number].digests == agreed}
     return counted
 
 

@@ -203,12 +203,19 @@ def test_strangers_that_join_and_name_each_other_only_are_left_out_once_they_are
     assert list(policy.averageable(joins, strangers, voters[:1])) == list(members)
 
 
+def test_members_that_are_linked_with_one_voter_only_are_not_left_out_for_it() -> None:
+    """Nobody else can reduce, so it does although it is avoided."""
+    joins = {"a": join_of("a", linked=tuple("bcdefg"))} | {name: join_of(name, linked=("a",)) for name in "bcdefg"}
+    assert list(policy.averageable(joins, {"a"}, [("a", joins["a"].incarnation)])) == list("abcdefg")
+
+
 def test_where_all_reducers_report_the_same_hashes_ours_count_else_those_of_most() -> None:
     plan = [RosterPart(0, 9, reducer, ()) for reducer in "xabc"]
     true, false = ({i: Reduced("l", 1, ATTEMPT, i, (digest,), (), False) for i in range(4)} for digest in "tf")
     assert policy.counted_reports({0: false[0]}, plan, (), "a") == {}
     assert policy.counted_reports({0: false[0], 1: true[1]}, plan, (), "a") == {1: true[1]}
-    # z reduces nothing, and waits for all that are not gone.
+    # z reduces nothing, and waits until more than half agree, or for all that are not gone.
+    assert policy.counted_reports({1: true[1], 2: true[2], 3: true[3]}, plan, (), "z").keys() == {1, 2, 3}
     reports = {0: false[0], 1: true[1], 2: true[2]}
     assert policy.counted_reports(reports, plan, (), "z") == {}
     assert policy.counted_reports(reports, plan, {"c"}, "z") == {1: true[1], 2: true[2]}

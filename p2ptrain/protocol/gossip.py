@@ -259,9 +259,9 @@ class Gossip:
         flows = [link.flow for link in self._context.links.live.values()]
         # The receiver of a link may hold so many bytes without acknowledging them.
         under_way = sum(max(0, flow.in_flight - ACK_EVERY_BYTES) for flow in flows)
-        # A path that was never filled shows less than its rate.
-        filled = [flow.rate_bytes_s for flow in flows if flow.is_filled]
-        rate_bytes_s = max(filled or [SLOWEST_BYTES_S, *(flow.rate_bytes_s for flow in flows)])
+        # A path that was never filled may have a higher rate than it shows.
+        is_known = any(flow.is_filled for flow in flows)
+        rate_bytes_s = max(0 if is_known else SLOWEST_BYTES_S, *(flow.rate_bytes_s for flow in flows))
         most_s = min(until_s - trio.current_time(), MIN_PATIENCE_S / 2)  # heartbeats may have to wait as long
         return under_way > 0 and (under_way + size_bytes) / rate_bytes_s > most_s
 

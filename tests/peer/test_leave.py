@@ -47,7 +47,7 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         peer = peer_of(thread, Sinks([]))
         workers = [t for t in set(threading.enumerate()) - others if t.name.startswith("p2ptrain-worker-")]
         assert len(workers) == 2
-        behind = SimpleNamespace(is_in_use=False)
+        behind = SimpleNamespace(peer_id="b", is_in_use=False)
         node, seen, awaited = peer._runner.node, list[str](), [[behind], [behind], []]
         leave = node.leave
 
@@ -89,7 +89,7 @@ def test_it_stays_while_others_fetch_the_last_round(used_s: float, has_contribut
     context = SimpleNamespace(liveness=liveness, recent=recent, timeouts=SimpleNamespace(attempt_s=lambda: 60.0))
     node = Node.__new__(Node)
     driver: Any = SimpleNamespace(context=context, head=SimpleNamespace(round=3))
-    node.driver = driver
+    node.driver, node.membership = driver, SimpleNamespace(is_large=False)  # type: ignore[assignment]
 
     async def stay() -> float:
         nonlocal began_s

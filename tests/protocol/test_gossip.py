@@ -689,10 +689,17 @@ def test_a_slow_uplink_sheds_fragments_and_keeps_all_links(monkeypatch: pytest.M
     run_virtual(main)
 
 
-@pytest.mark.parametrize(("partners", "blocks"), [(7, 160), (15, 120), (15, 700), (31, 1600)])
-def test_a_fast_network_sheds_no_fragment(monkeypatch: pytest.MonkeyPatch, partners: int, blocks: int) -> None:
-    """A receiver holds up to 24 KiB without acknowledging them, and a path that is never filled shows no rate."""
-    monkeypatch.setattr(Exchange, "max_age_s", 0.3)
+@pytest.mark.parametrize(
+    ("partners", "blocks", "slow"), [(7, 160, 0), (15, 120, 0), (15, 700, 0), (31, 1600, 0), (8, 3000, 1)]
+)
+def test_a_fast_network_sheds_no_fragment(
+    monkeypatch: pytest.MonkeyPatch, partners: int, blocks: int, slow: int
+) -> None:
+    """A receiver holds up to 24 KiB without acknowledging them, and a path that is never filled shows no rate.
+
+    Nor because of a slow partner, which sheds its own.
+    """
+    monkeypatch.setattr(Exchange, "max_age_s", 15.0 if slow else 0.3)
     names = [f"p{number}" for number in range(partners)]
 
     async def main() -> None:
@@ -703,13 +710,15 @@ def test_a_fast_network_sheds_no_fragment(monkeypatch: pytest.MonkeyPatch, partn
             for name in names:
                 await start_endpoint(network, nursery, hello_of(name))
                 await a.links.connect(name, [])
+            for name in names[:slow]:
+                network.narrow(name, 60_000)
             object.__setattr__(peer.gossip._context, "links", a.links)
             values = torch.randn(blocks, 64)
-            for _ in range(400):
+            for _ in range(200 if slow else 400):
                 plan: Any = SimpleNamespace(cycle=0, slot=0, slot_count=1)
                 await peer.gossip._send(Push(plan, peer.exchange.epoch, values, trio.current_time(), 0, 0.0))
-                await trio.sleep(0.05)
-            assert a.links.counters.fragments_shed <= 2  # before any rate is known
+                await trio.sleep(0.25 if slow else 0.05)
+            assert a.links.counters.fragments_shed <= (25 if slow else 2)  # before any rate is known
             nursery.cancel_scope.cancel()
 
     run_virtual(main)

@@ -364,12 +364,10 @@ class RoundDriver:
                 return wake_s
         elif state.member is None and state.proposer is None and not self._waits(now):
             wake_s = self._call(now)
-        three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
-        if self._exchange.at_length:  # who waits for the run's last round does not train
-            three_intervals_s = 0.0
+        patience_s = self._patience_s
         ours = self._lineage_watch.is_our_turn(
             self.head,
-            three_intervals_s,
+            patience_s,
             now,
             takes_turns=self.is_candidate,
             awaits=lambda: any(map(self.may_follow, self.context.links.trainers())),
@@ -379,10 +377,25 @@ class RoundDriver:
         # Who does not take part in the round is not linked with its voters.
         may_found = is_missed and self.is_candidate(self.context.peer_id)
         if may_found:
-            self._lineage_watch.tell(self.head, three_intervals_s, now)
+            self._lineage_watch.tell(self.head, patience_s, now)
         if ours and may_found and not self.committer.interrupted:
             self.found_lineage(self.head, self.history, self._lineage_watch.why(self.head, now))
         return wake_s
+
+    @property
+    def _patience_s(self) -> float:
+        """How long voters that fell silent are waited for if that is more than a minute: three intervals.
+
+        Who waits for the run's last round does not train, and waits less: a minute if others stand at our head, else at
+        most half of the time of an attempt, as we may be the one that is cut off.
+        """
+        run, head = self.context.run, self.head
+        three_intervals_s = 3 * run.sync_every * self._exchange.step_s
+        if not self._exchange.at_length:
+            return three_intervals_s
+        beats = self.context.liveness.beats().values()
+        is_alone = all((beat.lineage, beat.round) != (head.lineage, head.round) for beat in beats)
+        return min(three_intervals_s, run.round_timeout_s / 2) if is_alone else 0.0
 
     def _waits(self, now: float) -> bool:
         is_landing = self._head_votes.is_landing(self.context.liveness.present())

@@ -130,7 +130,7 @@ class LineageWatch:
             return f"{missing} left, was restarted, or went on without us"
         return f"no word from {missing} for {now - self._seen_s:.0f} s"
 
-    def tell(self, head: Head, three_intervals_s: float, now: float) -> None:
+    def tell(self, head: Head, patience_s: float, now: float) -> None:
         """Tell the user, once, that there are no rounds because voters are away. Call it after `is_our_turn`."""
         away_s = now - self._seen_s
         if self._told or away_s < TELL_AFTER_S:
@@ -141,7 +141,7 @@ class LineageWatch:
             "on. If they do not come back within %.0f s, rounds go on without them",
             head.round + 1,
             self._missing(head),
-            max(0.0, max(QUORUM_LOST_S, three_intervals_s) - away_s),
+            max(0.0, max(QUORUM_LOST_S, patience_s) - away_s),
         )
 
     def _missing(self, head: Head) -> str:
@@ -163,7 +163,7 @@ class LineageWatch:
     def is_our_turn(
         self,
         head: Head,
-        three_intervals_s: float,
+        patience_s: float,
         now: float,
         *,
         awaits: Callable[[], bool],
@@ -186,7 +186,7 @@ class LineageWatch:
         return lineage.is_our_turn(
             ended_s=None if self._ended_from_s is None else now - self._ended_from_s,
             lost_s=now - self._seen_s,
-            patience_s=max(QUORUM_LOST_S, three_intervals_s),
+            patience_s=max(QUORUM_LOST_S, patience_s),
             lower=sum(peer < me and takes_turns(peer) for peer in at_head),
             awaits=awaits(),
         )

@@ -179,19 +179,37 @@ def test_intervals_follow_speeds_and_tokens_weigh() -> None:
     run_virtual(main)
 
 
-def test_a_voter_that_is_lost_near_the_end_is_not_waited_for_three_intervals() -> None:
+@pytest.mark.parametrize("cut_s", [55, 75])
+def test_who_is_cut_off_at_the_end_does_not_end_alone(cut_s: float) -> None:
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=1000, total_steps=2000, fragment_fraction=0.0)
+        async with swarm(run) as s:
+            start_all(s, "abc", step_s=0.1)
+            await s.until(lambda: all(peer.exchange.run_step >= 1960 for peer in s.peers.values()), within_s=400)
+            s.network.partition(["c"], ["a", "b"])
+            await trio.sleep(cut_s)
+            s.network.partition()
+            await s.until(lambda: all(peer.exchange.finished for peer in s.peers.values()), within_s=300)
+            assert len({peer.node.driver.head.state_hash for peer in s.peers.values()}) == 1
+
+    run_virtual(main)
+
+
+def test_voters_that_are_lost_near_the_end_are_not_waited_for_three_intervals() -> None:
     """Who waits for the run's last round does not train."""
 
     async def main() -> None:
         run = dataclasses.replace(RUN, sync_every=1000, total_steps=2000, fragment_fraction=0.0)
         async with swarm(run) as s:
-            start_all(s, "ab", step_s=0.1)
-            await s.until(lambda: common(s, 1, 2), within_s=300)
+            start_all(s, "abcd", step_s=0.1)
+            await s.until(lambda: common(s, 1, 4), within_s=300)
             await s.until(lambda: all(peer.exchange.run_step >= 1950 for peer in s.peers.values()), within_s=300)
-            first, _ = s.peers["a"].node.driver.head.voters[0]
+            first, second = (peer_id for peer_id, _ in s.peers["a"].node.driver.head.voters[:2])
             s.kill(first)
-            (left,) = s.peers.keys() - {first}
-            await s.until(lambda: s.peers[left].exchange.finished, within_s=100)
+            s.kill(second)
+            left = [peer for name, peer in s.peers.items() if name not in (first, second)]
+            await s.until(lambda: all(peer.exchange.finished for peer in left), within_s=100)
+            assert len({peer.node.driver.head.state_hash for peer in left}) == 1
 
     run_virtual(main)
 

@@ -79,9 +79,8 @@ def averageable(
 ) -> dict[PeerId, Join]:
     """Drop the members with the fewest links until some member that is not avoided is linked to all that remain.
 
-    All members if at most half would be left: a member may name too few links. But if then no voter could reduce, as
-    strangers that join may be most members and name few links, only if at most half of the voters would be left.
-    `avoided`: as for `reducers_of`.
+    All members if at most half would be left: a member may name too few links. But strangers that join may be most
+    members, so most of the voters are enough if one of them can reduce. `avoided`: as for `reducers_of`.
     """
     left = dict(joins)
     while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
@@ -89,8 +88,9 @@ def averageable(
     joined = {peer for peer, join in joins.items() if (peer, join.incarnation) in voters}
     if 2 * len(left) > len(joins):
         return left
-    voter_reduces = any(_can_reduce(peer, joins) for peer in joined)
-    return left if not voter_reduces and 2 * len(joined & left.keys()) > len(joined) else dict(joins)
+    stay = joined & left.keys()
+    reduces = any(_can_reduce(voter, left) for voter in stay - set(avoided))
+    return left if reduces and 2 * len(stay) > len(joined) else dict(joins)
 
 
 def reducers_of(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> list[PeerId]:

@@ -203,6 +203,14 @@ def test_strangers_that_join_and_name_each_other_only_are_left_out_once_they_are
     assert list(policy.averageable(joins, strangers, voters[:1])) == list(members)
 
 
+def test_strangers_that_name_one_voter_do_not_make_it_the_only_reducer() -> None:
+    members, strangers = ("a", "b", "c"), ("w", "x", "y", "z")
+    joins = {name: join_of(name, linked=members + strangers) for name in members}
+    joins |= {name: join_of(name, linked=("a",)) for name in strangers}
+    voters = [(name, joins[name].incarnation) for name in members]
+    assert list(policy.averageable(joins, {"a", *strangers}, voters)) == list(members)
+
+
 def test_members_that_are_linked_with_one_voter_only_are_not_left_out_for_it() -> None:
     """Nobody else can reduce, so it does although it is avoided."""
     joins = {"a": join_of("a", linked=tuple("bcdefg"))} | {name: join_of(name, linked=("a",)) for name in "bcdefg"}

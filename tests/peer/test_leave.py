@@ -74,7 +74,9 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
     ("used_s", "has_contributed", "stays_s"),
     [(0.0, True, 10.0), (25.0, True, 35.0), (1e9, True, 60.0), (1e9, False, 10.0)],
 )
-def test_it_stays_while_others_fetch_the_last_round(used_s: float, has_contributed: bool, stays_s: float) -> None:
+def test_it_stays_while_others_fetch_the_last_round(
+    used_s: float, has_contributed: bool, stays_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten seconds after the last use of its links by one that has contributed, and as long as an attempt at most."""
 
     class Behind:
@@ -89,7 +91,9 @@ def test_it_stays_while_others_fetch_the_last_round(used_s: float, has_contribut
     context = SimpleNamespace(liveness=liveness, recent=recent, timeouts=SimpleNamespace(attempt_s=lambda: 60.0))
     node = Node.__new__(Node)
     driver: Any = SimpleNamespace(context=context, head=SimpleNamespace(round=3))
-    node.driver, node.membership = driver, SimpleNamespace(is_large=False)  # type: ignore[assignment]
+    node.driver, node.run = driver, RunConfig()
+    monkeypatch.setattr(Node, "lineage_peers", lambda node: ["b"])
+    node.membership = SimpleNamespace(is_large=False)  # type: ignore[assignment]
 
     async def stay() -> float:
         nonlocal began_s

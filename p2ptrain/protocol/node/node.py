@@ -256,9 +256,9 @@ class Node:
         context, needed_s = self.driver.context, trio.current_time()
         with trio.move_on_after(self.longest_stay_s):
             while behind := context.liveness.behind(self.driver.head.round):
-                # Anybody may say that it is behind. Of a large swarm not all contribute.
-                counted = [link for link in behind if self.membership.is_large or context.recent.admits(link.peer_id)]
-                if any(link.is_in_use for link in counted):
+                # Anybody may say that it is behind, and where members are drawn not all have contributed.
+                are_drawn = len(self.lineage_peers()) >= self.run.max_contributors or self.membership.is_large
+                if any(link.is_in_use and (are_drawn or context.recent.admits(link.peer_id)) for link in behind):
                     needed_s = trio.current_time()
                 if trio.current_time() >= needed_s + STAY_S:
                     return

@@ -386,16 +386,12 @@ class RoundDriver:
     def _patience_s(self) -> float:
         """How long voters that fell silent are waited for if that is more than a minute: three intervals.
 
-        Who waits for the run's last round does not train, and waits less: a minute if others stand at our head, else at
-        most half of the time of an attempt, as we may be the one that is cut off.
+        Who waits for the run's last round does not train, and waits at most half as long as for that round. Not less:
+        it may be cut off, and would end the run without the others.
         """
-        run, head = self.context.run, self.head
+        run = self.context.run
         three_intervals_s = 3 * run.sync_every * self._exchange.step_s
-        if not self._exchange.at_length:
-            return three_intervals_s
-        beats = self.context.liveness.beats().values()
-        is_alone = all((beat.lineage, beat.round) != (head.lineage, head.round) for beat in beats)
-        return min(three_intervals_s, run.round_timeout_s / 2) if is_alone else 0.0
+        return min(three_intervals_s, run.round_timeout_s / 2) if self._exchange.at_length else three_intervals_s
 
     def _waits(self, now: float) -> bool:
         is_landing = self._head_votes.is_landing(self.context.liveness.present())

@@ -179,7 +179,7 @@ def test_intervals_follow_speeds_and_tokens_weigh() -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("cut_s", [55, 75])
+@pytest.mark.parametrize("cut_s", [55, 200])
 def test_who_is_cut_off_at_the_end_does_not_end_alone(cut_s: float) -> None:
     async def main() -> None:
         run = dataclasses.replace(RUN, sync_every=1000, total_steps=2000, fragment_fraction=0.0)
@@ -195,20 +195,20 @@ def test_who_is_cut_off_at_the_end_does_not_end_alone(cut_s: float) -> None:
     run_virtual(main)
 
 
-def test_voters_that_are_lost_near_the_end_are_not_waited_for_three_intervals() -> None:
-    """Who waits for the run's last round does not train."""
+def test_voters_that_are_lost_near_the_end_are_waited_for_at_most_half_the_time_of_an_attempt() -> None:
+    """Three intervals take 20 minutes, and half of an attempt 15."""
 
     async def main() -> None:
-        run = dataclasses.replace(RUN, sync_every=1000, total_steps=2000, fragment_fraction=0.0)
+        run = dataclasses.replace(RUN, sync_every=400, total_steps=800, fragment_fraction=0.0)
         async with swarm(run) as s:
-            start_all(s, "abcd", step_s=0.1)
-            await s.until(lambda: common(s, 1, 4), within_s=300)
-            await s.until(lambda: all(peer.exchange.run_step >= 1950 for peer in s.peers.values()), within_s=300)
+            start_all(s, "abcd", step_s=1.0)
+            await s.until(lambda: common(s, 1, 4), within_s=800)
+            await s.until(lambda: all(peer.exchange.run_step >= 790 for peer in s.peers.values()), within_s=800)
             first, second = (peer_id for peer_id, _ in s.peers["a"].node.driver.head.voters[:2])
             s.kill(first)
             s.kill(second)
             left = [peer for name, peer in s.peers.items() if name not in (first, second)]
-            await s.until(lambda: all(peer.exchange.finished for peer in left), within_s=100)
+            await s.until(lambda: all(peer.exchange.finished for peer in left), within_s=1000)
             assert len({peer.node.driver.head.state_hash for peer in left}) == 1
 
     run_virtual(main)

@@ -80,7 +80,8 @@ def averageable(
     """Drop the members with the fewest links until some member that is not avoided is linked to all that remain.
 
     All members if at most half would be left: a member may name too few links. But strangers that join may be most
-    members, so most of the voters are enough if one of them can reduce. `avoided`: as for `reducers_of`.
+    members, so most of the voters are enough if one of them can reduce, or if otherwise none could. `avoided`: as for
+    `reducers_of`.
     """
     left = dict(joins)
     while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
@@ -90,6 +91,7 @@ def averageable(
         return left
     stay = joined & left.keys()
     reduces = any(_can_reduce(voter, left) for voter in stay - set(avoided))
+    reduces = reduces or not any(_can_reduce(voter, joins) for voter in joined)
     return left if reduces and 2 * len(stay) > len(joined) else dict(joins)
 
 

@@ -209,6 +209,9 @@ def test_strangers_that_name_one_voter_do_not_make_it_the_only_reducer() -> None
     joins |= {name: join_of(name, linked=("a",)) for name in strangers}
     voters = [(name, joins[name].incarnation) for name in members]
     assert list(policy.averageable(joins, {"a", *strangers}, voters)) == list(members)
+    # Nor does an avoided voter that is the only one keep them all.
+    apart = {name: join_of(name, linked=strangers) if name in strangers else joins[name] for name in joins}
+    assert list(policy.averageable(apart, {"a", *strangers}, voters[:1])) == list(members)
 
 
 def test_members_that_are_linked_with_one_voter_only_are_not_left_out_for_it() -> None:

@@ -25,11 +25,20 @@ from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.rounds.moving.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.moving.pushed_means import MeanPush
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Join, Message, Record, Reduced, Refuse, Request, Withdraw
-from tests.protocol.swarm import RUN, Shapes, common, run_virtual, start_all, swarm
+from tests.protocol.swarm import RUN, Shapes, Swarm, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off")
 # A part for each member.
 FOUR_CHUNKS: Shapes = [("head", (4096, 64))]
+
+
+def five_rounds_since(s: Swarm, began_s: float) -> bool:
+    """Whether the honest members have each committed five rounds since then; they avoid nobody but the liar."""
+    for name in "abc":
+        avoided = set(s.peers[name].node.driver.context.avoided.backed_off(trio.current_time()))
+        assert avoided <= {"x"}, name
+    rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began_s] for name in "abc"]
+    return all(len(of) >= 5 for of in rounds)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["gives its part to nobody", "reports it as time is up"])
@@ -63,14 +72,7 @@ def test_only_the_reducer_that_withholds_its_part_is_avoided(late: bool) -> None
                 x.context.pushed.push = lambda mean: None  # type: ignore[method-assign]
             began = trio.current_time()
 
-            def gone_on() -> bool:
-                for name in "abc":
-                    avoided = set(s.peers[name].node.driver.context.avoided.backed_off(trio.current_time()))
-                    assert avoided <= {"x"}, name
-                rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
-                return bool(reported) and all(len(of) >= 5 for of in rounds)
-
-            await s.until(gone_on, within_s=120)
+            await s.until(lambda: five_rounds_since(s, began) and bool(reported), within_s=120)
             assert len(reported) <= (len("abc") if late else 1)
             assert len(reported) == len(set(reported))
             if late:
@@ -162,14 +164,7 @@ def test_only_the_reducer_of_an_unusable_mean_is_avoided(lie: str, monkeypatch: 
             monkeypatch.setattr(x._schedule, "is_ours_to_lead", lambda *args: False)
             began = trio.current_time()
 
-            def gone_on() -> bool:
-                for name in "abc":
-                    avoided = set(s.peers[name].node.driver.context.avoided.backed_off(trio.current_time()))
-                    assert avoided <= {"x"}, name
-                rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
-                return all(len(of) >= 5 for of in rounds)
-
-            await s.until(gone_on, within_s=120)
+            await s.until(lambda: five_rounds_since(s, began), within_s=120)
             assert 1 <= made <= len("abc")
 
     run_virtual(main)

@@ -12,8 +12,8 @@ import functools
 import logging
 import math
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-from typing import Any
 
+import msgspec
 import trio
 
 from p2ptrain.error_log import ErrorLog
@@ -115,9 +115,9 @@ class HivemindDirectory:
         now, values = hivemind.get_dht_time(), dict[str, bytes]()
         for subkey, (signed, expires) in found.records.items():
             record = hivemind.DHTRecord(key_id.to_bytes(), hivemind.MSGPackSerializer.dumps(subkey), signed, expires)
-            value = hivemind.MSGPackSerializer.loads(node.protocol.record_validator.strip_value(record))
-            if (owner := owner_of(subkey)) is not None and _is_value(value) and expires > now:
-                values[owner] = value
+            value = node.protocol.record_validator.strip_value(record)
+            if (owner := owner_of(subkey)) is not None and expires > now:
+                values[owner] = msgspec.msgpack.decode(value, type=bytes)
         return values
 
 
@@ -140,8 +140,8 @@ class OwnedRecords:
                 and record.expiration_time <= hivemind.get_dht_time() + MAX_EXPIRES_IN_S + MAX_CLOCK_SKEW_S
                 and len(record.subkey) <= MAX_SUBKEY_BYTES
                 and len(record.value) <= 2 * MAX_VALUE_BYTES
-                and owner_of(hivemind.MSGPackSerializer.loads(record.subkey)) is not None
-                and _is_value(hivemind.MSGPackSerializer.loads(self.strip_value(record)))
+                and owner_of(msgspec.msgpack.decode(record.subkey, type=bytes)) is not None
+                and len(msgspec.msgpack.decode(self.strip_value(record), type=bytes)) <= MAX_VALUE_BYTES
                 and self._is_signed(record)
             )
         except Exception as error:  # untrusted bytes, parsed by three libraries
@@ -161,9 +161,9 @@ def owner_subkey(key: hivemind.RSAPublicKey) -> bytes:
 
 
 @functools.lru_cache(maxsize=VERIFIED_RECORDS)
-def owner_of(subkey: Any) -> str | None:
+def owner_of(subkey: bytes) -> str | None:
     """The peer id of a subkey's owner; None if it is not the `owner_subkey` of an allowed key."""
-    if not isinstance(subkey, bytes) or not subkey.startswith(b"[owner:"):
+    if not subkey.startswith(b"[owner:"):
         return None
     key = hivemind.RSAPublicKey.from_bytes(subkey[len(b"[owner:") : -1])
     if not is_allowed(key._public_key):
@@ -270,18 +270,10 @@ async def _is_answered(node: hivemind.DHTNode, connected: Collection[str], until
 
 
 def _bound(node: hivemind.DHTNode) -> None:
-    """Replace the storages and the routing table of a node by bounded ones, and move their content there."""
+    """Replace the storage and the routing table of a new node by bounded ones."""
     table = node.protocol.routing_table
     node.protocol.routing_table = BoundedRoutingTable(table.node_id, table.bucket_size, table.depth_modulo)
-    for node_id, peer_id in table.uid_to_peer_id.items():
-        node.protocol.routing_table.add_or_update_node(node_id, peer_id)
-    for name in ("storage", "cache"):
-        bounded = BoundedStorage()
-        for key, (value, _) in getattr(node.protocol, name).items():
-            if isinstance(value, hivemind.DictionaryDHTValue):
-                for subkey, (record, expires) in value.items():
-                    bounded.store_subkey(key, subkey, record, expires)
-        setattr(node.protocol, name, bounded)
+    node.protocol.storage = BoundedStorage()
 
 
 async def _check_clock(node: hivemind.DHTNode, connected: Collection[str]) -> None:
@@ -351,7 +343,3 @@ async def _stay_joined(node: hivemind.DHTNode, control_path: str) -> None:
                     with errors.containing("rejoining the DHT"):
                         await from_asyncio(node.protocol.call_ping(hivemind.PeerID.from_base58(peer_id)))
         await trio.sleep(ALONE_INTERVAL_S if alone else REJOIN_INTERVAL_S)
-
-
-def _is_value(value: Any) -> bool:
-    return isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES

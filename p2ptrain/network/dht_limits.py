@@ -1,15 +1,19 @@
 """What strangers may do to our DHT node: limits of requests and answers, and of what it stores and remembers.
 
 p2pd passes the requests of all peers to the node, also those that the user refuses, and the node asks nodes that
-strangers name. hivemind takes whatever they send. So `BoundedP2P` refuses malformed requests before they are handled,
-and malformed answers before they are parsed, and `BoundedStorage` and `BoundedRoutingTable` limit what stays.
+strangers name. hivemind takes whatever they send: nested msgpack of a kilobyte even ends the process, as hivemind
+unpacks it by C functions that call each other. So `BoundedP2P` parses only messages that our own nodes could have sent,
+and `BoundedStorage` and `BoundedRoutingTable` limit what stays.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+
+import msgspec
 
 from p2ptrain.errors import WireError
 from p2ptrain.network import _hivemind as hivemind
@@ -27,16 +31,19 @@ MAX_RECORDS = 64
 MAX_KEYS = 256
 # Keys under which one owner may have a record. A member has one per run, and for 30 s after a change of runs two.
 MAX_KEYS_OF_OWNER = 4
-# All records under a key, as one value of a message. Twice the value leaves room for signatures.
-MAX_RECORDS_BYTES = MAX_RECORDS * (MAX_SUBKEY_BYTES + 2 * MAX_VALUE_BYTES + 64)
-# Keys of one lookup request. Each has one; hivemind would ask for 4 at once if all 16 of a run were looked up together.
-# The answer then has less than the 4 MiB of a message.
-MAX_KEYS_ASKED = 4
-# A ping, or a request of four keys, has less than 150 bytes.
-MAX_REQUEST_BYTES = 1024
+# Twice the value leaves room for the signature.
+MAX_RECORD_BYTES = MAX_SUBKEY_BYTES + 2 * MAX_VALUE_BYTES + 64
 # Neighbours that a node names for a key: hivemind's bucket size.
 MAX_NEIGHBOURS = 20
 NODE_ID_BYTES = 20
+# A request or an answer without its records and neighbours has less than 100 bytes.
+MAX_MESSAGE_BYTES = 1024
+MAX_STORE_BYTES = MAX_MESSAGE_BYTES + MAX_RECORD_BYTES
+MAX_FOUND_BYTES = MAX_MESSAGE_BYTES + MAX_RECORDS * MAX_RECORD_BYTES + MAX_NEIGHBOURS * 100
+# hivemind's msgpack of all records under a key: the most of them, when the last one expires, and subkey, signed value
+# and expiration of each.
+DICTIONARY = 0x50
+Records = tuple[float, float, list[tuple[bytes, bytes, float]]]
 
 
 class BoundedP2P(hivemind.P2P):  # type: ignore[misc]
@@ -56,52 +63,63 @@ class BoundedP2P(hivemind.P2P):  # type: ignore[misc]
         input_protobuf_type: type,
         balanced: bool = False,
     ) -> None:
-        async def handle(request: Any, context: Any) -> Any:
-            check_request(request)
-            return await handler(request, context)
-
-        await super()._add_protobuf_unary_handler(handle_name, handle, input_protobuf_type, balanced=balanced)
+        limited = LimitedMessage(input_protobuf_type)
+        await super()._add_protobuf_unary_handler(handle_name, handler, limited, balanced=balanced)
 
     async def _call_unary_protobuf_handler(
         self, peer_id: hivemind.PeerID, handle_name: str, input: Any, output_protobuf_type: type
     ) -> Any:
-        answer = await super()._call_unary_protobuf_handler(peer_id, handle_name, input, output_protobuf_type)
-        check_answer(answer)
-        return answer
+        limited = LimitedMessage(output_protobuf_type)
+        return await super()._call_unary_protobuf_handler(peer_id, handle_name, input, limited)
 
 
-def check_request(request: Any) -> None:
-    """Check a request of another node. Raises WireError."""
-    _check_sender(request)
-    if isinstance(request, hivemind.dht_pb2.StoreRequest):
-        _check_ids(request.keys, MAX_KEYS)
-        _check_records(request.values)
-        return
-    if request.ByteSize() > MAX_REQUEST_BYTES:
-        raise WireError(f"a request of {request.ByteSize()} bytes")
-    if isinstance(request, hivemind.dht_pb2.FindRequest):
-        _check_ids(request.keys, MAX_KEYS_ASKED)
+class LimitedMessage:
+    """A type of hivemind's messages, which parses only those that our own nodes could have sent."""
 
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
 
-def check_answer(answer: Any) -> None:
-    """Check the answer of another node. Raises WireError.
-
-    hivemind encodes each peer id in base 58, which takes minutes for one of a megabyte.
-    """
-    _check_sender(answer)
-    if isinstance(answer, hivemind.dht_pb2.FindResponse):
-        for result in answer.results:
-            _check_ids(result.nearest_node_ids, MAX_NEIGHBOURS)
-            if len(result.nearest_peer_ids) > MAX_NEIGHBOURS:
-                raise WireError(f"{len(result.nearest_peer_ids)} neighbours of one key")
-            if any(len(peer_id) > MAX_PEER_ID_BYTES for peer_id in result.nearest_peer_ids):
-                raise WireError("a peer id that is too long")
-            _check_records([result.value])
+    def FromString(self, data: bytes) -> Any:
+        """Parse a message of another node. Raises WireError."""
+        check, most_bytes = LIMITS.get(self._kind, (_check_sender, MAX_MESSAGE_BYTES))
+        if len(data) > most_bytes:
+            raise WireError(f"a {self._kind.DESCRIPTOR.name} of {len(data)} bytes, more than {most_bytes}")
+        message = self._kind.FromString(data)
+        check(message)
+        return message
 
 
 def _check_sender(message: Any) -> None:
     if len(message.peer.node_id) not in (0, NODE_ID_BYTES):
         raise WireError(f"a node id of {len(message.peer.node_id)} bytes")
+
+
+def _check_find(request: Any) -> None:
+    _check_sender(request)
+    _check_ids(request.keys, 1)
+
+
+def _check_store(request: Any) -> None:
+    """One record at a time, and none for the cache, whose records would be found instead of members'."""
+    _check_sender(request)
+    _check_ids(request.keys, 1)
+    if len(request.subkeys) != 1 or request.subkeys[0] == hivemind.DHTProtocol.IS_DICTIONARY or any(request.in_cache):
+        raise WireError("a request to store anything but one record")
+
+
+def _check_found(answer: Any) -> None:
+    """One key's records and neighbours. hivemind encodes peer ids in base 58, which takes minutes for a megabyte."""
+    _check_sender(answer)
+    if len(answer.results) != 1:
+        raise WireError(f"{len(answer.results)} answers to the lookup of one key")
+    (result,) = answer.results
+    _check_ids(result.nearest_node_ids, MAX_NEIGHBOURS)
+    if len(result.nearest_peer_ids) > MAX_NEIGHBOURS:
+        raise WireError(f"{len(result.nearest_peer_ids)} neighbours of one key")
+    if any(len(peer_id) > MAX_PEER_ID_BYTES for peer_id in result.nearest_peer_ids):
+        raise WireError("a peer id that is too long")
+    if result.type == hivemind.dht_pb2.FOUND_DICTIONARY:
+        _check_dictionary(result.value)
 
 
 def _check_ids(ids: Any, most: int) -> None:
@@ -111,9 +129,21 @@ def _check_ids(ids: Any, most: int) -> None:
         raise WireError(f"a key or node id that does not have {NODE_ID_BYTES} bytes")
 
 
-def _check_records(values: Any) -> None:
-    if any(len(value) > MAX_RECORDS_BYTES for value in values):
-        raise WireError(f"records of more than {MAX_RECORDS_BYTES} bytes under one key")
+def _check_dictionary(packed: bytes) -> None:
+    try:
+        dictionary = msgspec.msgpack.decode(packed, type=msgspec.msgpack.Ext)
+        most, _, records = msgspec.msgpack.decode(dictionary.data, type=Records)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"records that are not a dictionary: {error}") from None
+    if dictionary.code != DICTIONARY or most != math.inf or len(records) > MAX_RECORDS:
+        raise WireError(f"a dictionary of {len(records)} records, with room for {most}")
+
+
+LIMITS: dict[Any, tuple[Callable[[Any], None], int]] = {
+    hivemind.dht_pb2.FindRequest: (_check_find, MAX_MESSAGE_BYTES),
+    hivemind.dht_pb2.StoreRequest: (_check_store, MAX_STORE_BYTES),
+    hivemind.dht_pb2.FindResponse: (_check_found, MAX_FOUND_BYTES),
+}
 
 
 class RunningTasks(dict[Any, "asyncio.Task[None]"]):
@@ -179,6 +209,9 @@ class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
     too many. Renewals are accepted, so a member keeps its place. A new member that is refused still joins: it dials the
     announced members, and their heartbeats name it to others.
 
+    hivemind's node hands what it stores to each node that it meets, up to 4 MiB as often as that one comes back with
+    another id. Members renew their records every few seconds, so we hand over nothing.
+
     A node whose clock is behind refuses all records under a key if one expires too late for it. So what is stored
     expires a few seconds sooner than it accepts.
 
@@ -199,10 +232,14 @@ class BoundedStorage(hivemind.DHTLocalStorage):  # type: ignore[misc]
         if held is None and (
             len(records) >= MAX_RECORDS
             or (key not in self and len(self) >= MAX_KEYS)
-            or sum(subkey in _records(other) for _, other in self.items()) >= MAX_KEYS_OF_OWNER
+            or sum(subkey in _records(other) for other in self.data.values()) >= MAX_KEYS_OF_OWNER
         ):
             return False
         return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+    def items(self) -> Iterator[Any]:
+        """Nothing: hivemind asks only for what it hands over."""
+        return iter(())
 
 
 def _records(held: Any) -> Any:

@@ -66,16 +66,16 @@ async def search(node: hivemind.DHTNode, key: Any, timeout_s: float) -> Found:
         nonlocal running
         for other in [named for named, its_peer in known.items() if its_peer == peer_id and named != node_id]:
             del known[other]  # a peer has one place, under whatever node ids it is named
-        answer: Any = None
+        neighbours: dict[Any, hivemind.PeerID] | None = None
         with unless_it_ends():
-            answer = await from_asyncio(node._call_find_with_blacklist(peer_id, [key]))
+            if (answer := await from_asyncio(node._call_find_with_blacklist(peer_id, [key]))) is not None:
+                held, neighbours = answer[key]
+                found.add(held)
         running -= 1
-        if answer is None or key not in answer:
+        if neighbours is None:
             del known[node_id]
         else:
             found.nodes[node_id] = peer_id
-            held, neighbours = answer[key]
-            found.add(held)
             for neighbour, its_peer in neighbours.items():
                 if its_peer not in asked:
                     known.setdefault(neighbour, its_peer)
@@ -84,6 +84,7 @@ async def search(node: hivemind.DHTNode, key: Any, timeout_s: float) -> Found:
     with trio.move_on_after(timeout_s):
         async with trio.open_nursery() as nursery:
             ask_more()
+    node.blacklist.ban_counter.clear()  # of failures, by all ids that strangers have named; we ban all for equally long
     return found
 
 

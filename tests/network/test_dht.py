@@ -27,6 +27,7 @@ from p2ptrain.network.identity import peer_id_of
 from p2ptrain.network.thread import from_asyncio
 from p2ptrain.protocol.membership.directory import RECORD_TTL_S
 from tests.network.local import config, keep_open, open_pair
+from tests.network.test_dht_limits import nested, node_of
 
 pytestmark = pytest.mark.processes
 
@@ -75,6 +76,39 @@ def test_a_peer_alone_finds_its_own_record_until_it_expires(run: Run) -> None:
                 assert await network.directory.announce("run", b"alone", 0.3)
             while await network.directory.lookup("run") != {}:
                 await trio.sleep(0.05)
+
+    run(main)
+
+
+def test_a_record_for_the_cache_hides_no_members(run: Run) -> None:
+    """hivemind's nodes would return it instead of the members', as it expires later."""
+
+    async def main() -> None:
+        async with open_pair() as (victim, attacker):
+            assert await victim.directory.announce("run", b"member", 30.0)
+            protocol, subkey = node_of(attacker).protocol, attacker.directory._subkey
+            key, later, peer = DHTID.generate("run"), time.time() + 100.0, PeerID.from_base58(victim.peer_id)
+            value = MSGPackSerializer.dumps(b"stranger")
+            record = DHTRecord(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, later)
+            signed = protocol.record_validator.sign_value(record)
+            stored = protocol.call_store(peer, [key], [signed], later, subkeys=[subkey], in_cache=True)
+            assert await from_asyncio(stored) is None
+            assert await victim.directory.lookup("run") == {victim.peer_id: b"member"}
+
+    run(main)
+
+
+def test_a_node_hands_nothing_to_one_that_it_meets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with open_network(config()) as first:
+            assert await first.directory.announce("run", b"member", 30.0)
+            stored = Mock()
+            monkeypatch.setattr(dht.hivemind.DHTProtocol, "call_store", stored)
+            async with open_network(config(first)) as second:
+                while not node_of(first).protocol.routing_table.uid_to_peer_id:
+                    await trio.sleep(0.01)
+                assert await second.directory.lookup("run") == {first.peer_id: b"member"}
+            assert not stored.called
 
     run(main)
 
@@ -274,7 +308,7 @@ def test_a_node_has_its_limits_before_it_enters_the_dht(run: Run, monkeypatch: p
             ping = dht.hivemind.DHTProtocol.call_ping
 
             async def observed(self: Any, *args: Any, **options: Any) -> Any:
-                tables.append((type(self.storage), type(self.cache), type(self.routing_table)))
+                tables.append((type(self.storage), type(self.routing_table)))
                 return await ping(self, *args, **options)
 
             async def endless(*_: Any, **__: Any) -> None:
@@ -283,8 +317,7 @@ def test_a_node_has_its_limits_before_it_enters_the_dht(run: Run, monkeypatch: p
             monkeypatch.setattr(dht.hivemind.DHTProtocol, "call_ping", observed)
             monkeypatch.setattr(dht.hivemind.DHTNode, "find_nearest_nodes", endless)
             async with open_network(config(first)) as second:
-                bounded = dht_limits.BoundedStorage, dht_limits.BoundedStorage, dht_limits.BoundedRoutingTable
-                assert set(tables) == {bounded}
+                assert set(tables) == {(dht_limits.BoundedStorage, dht_limits.BoundedRoutingTable)}
                 assert await second.directory.lookup("run") == {}
 
     run(main)
@@ -345,6 +378,8 @@ def test_records_that_are_dropped() -> None:
     other = owner_subkey(RSAPrivateKey().get_public_key())
     ours = owner_subkey(KEY.get_public_key())
     good = signed()
+    nested_value = dataclasses.replace(good, value=nested(0x50, 900))
+    nested_value = dataclasses.replace(nested_value, value=OwnedRecords(KEY).sign_value(nested_value))
     bad = {
         "value changed": dataclasses.replace(good, value=good.value.replace(b"value", b"VALUE")),
         "key changed": dataclasses.replace(good, key=b"K" * 20),
@@ -357,6 +392,9 @@ def test_records_that_are_dropped() -> None:
         "text subkey": signed(subkey=ours.decode()),
         "more than the owner": signed(subkey=ours + b"2"),
         "list subkey": signed(subkey=[ours]),
+        # hivemind's msgpack ends the process when it unpacks these.
+        "nested subkey": dataclasses.replace(good, subkey=nested(0x40, 300)),
+        "nested value": nested_value,
         "too large": signed(bytes(MAX_VALUE_BYTES + 1)),
         "not bytes": signed("text"),
         "not msgpack": dataclasses.replace(good, value=b"\xc1"),

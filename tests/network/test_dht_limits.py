@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
@@ -10,22 +11,24 @@ from typing import Any
 from unittest.mock import Mock
 from uuid import uuid4
 
+import msgspec
 import pytest
 import trio
 from hivemind.dht import DHTID
 from hivemind.dht.routing import RoutingTable
 
 from p2ptrain.errors import WireError
-from p2ptrain.network._hivemind import DHTNode, PeerID, dht_pb2, p2pd_pb2
+from p2ptrain.network._hivemind import DHTNode, DictionaryDHTValue, MSGPackSerializer, PeerID, dht_pb2, p2pd_pb2
 from p2ptrain.network.dht_limits import (
-    MAX_KEYS,
-    MAX_KEYS_ASKED,
+    MAX_FOUND_BYTES,
     MAX_NEIGHBOURS,
-    MAX_RECORDS_BYTES,
+    MAX_RECORDS,
+    MAX_STORE_BYTES,
+    MAX_SUBKEY_BYTES,
+    MAX_VALUE_BYTES,
     BoundedRoutingTable,
     BoundedStorage,
-    check_answer,
-    check_request,
+    LimitedMessage,
 )
 from p2ptrain.network.host import open_network
 from p2ptrain.network.socket_stream import varint
@@ -37,11 +40,47 @@ ID = bytes(20)
 PEER = bytes([18, 32, *range(32)])
 
 
-def named(*peer_ids: bytes, node_ids: int | None = None, value: bytes = b"") -> dht_pb2.FindResponse:
+def named(*peer_ids: bytes, node_ids: int | None = None) -> dht_pb2.FindResponse:
     """An answer that names these peers for one key."""
     count = len(peer_ids) if node_ids is None else node_ids
-    result = dht_pb2.FindResult(nearest_node_ids=count * [ID], nearest_peer_ids=peer_ids, value=value)
+    result = dht_pb2.FindResult(nearest_node_ids=count * [ID], nearest_peer_ids=peer_ids)
     return dht_pb2.FindResponse(results=[result])
+
+
+def holding(value: bytes) -> dht_pb2.FindResponse:
+    """An answer with these records."""
+    return dht_pb2.FindResponse(results=[dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value)])
+
+
+def records(count: int, size: int = 9) -> DictionaryDHTValue:
+    held = DictionaryDHTValue()
+    for number in range(count):
+        held.store(bytes([number]) * MAX_SUBKEY_BYTES, bytes(size), time.time() + 30.0)
+    return held
+
+
+def dictionary(most: Any, *records: Any) -> bytes:
+    """Records whose sender chose how many of them we keep."""
+    return msgspec.msgpack.encode(msgspec.msgpack.Ext(0x50, msgspec.msgpack.encode([most, 1.0, records])))
+
+
+def nested(code: int, depth: int) -> bytes:
+    """Msgpack that contains msgpack, and so on: hivemind unpacks it by C functions that call each other."""
+    packed = b"\xc0"
+    for _ in range(depth):
+        packed = msgspec.msgpack.encode(msgspec.msgpack.Ext(code, packed))
+    return packed
+
+
+def to_store(**changed: Any) -> dht_pb2.StoreRequest:
+    """A request to store one record."""
+    fields = {"keys": [ID], "subkeys": [b"\xc4\x01a"], "values": [b"v"], "expiration_time": [1.0], "in_cache": [False]}
+    return dht_pb2.StoreRequest(**{**fields, **changed})
+
+
+def take(message: Any) -> None:
+    """Parse a message as a node would."""
+    LimitedMessage(type(message)).FromString(message.SerializeToString())
 
 
 # --- answers -----------------------------------------------------------------------------------------------------
@@ -54,7 +93,19 @@ def named(*peer_ids: bytes, node_ids: int | None = None, value: bytes = b"") -> 
         named(PEER, bytes(65)),
         named(*(MAX_NEIGHBOURS + 1) * [PEER]),
         named(PEER, node_ids=MAX_NEIGHBOURS + 1),
-        named(value=bytes(MAX_RECORDS_BYTES + 1)),
+        dht_pb2.FindResponse(),
+        dht_pb2.FindResponse(results=[dht_pb2.FindResult(), dht_pb2.FindResult()]),
+        dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=bytes(MAX_FOUND_BYTES))]),
+        holding(b""),
+        holding(b"\xc1"),
+        holding(MSGPackSerializer.dumps([])),
+        holding(MSGPackSerializer.dumps(records(MAX_RECORDS + 1))),
+        holding(dictionary("x", [b"a", b"v", 1.0])),
+        holding(dictionary(0, [b"a", b"v", 1.0])),
+        holding(dictionary(math.inf, [1, 2, 3])),
+        holding(nested(0x40, 300)),
+        holding(nested(0x50, 20000)),
+        dht_pb2.PingResponse.FromString(b"\x7a\xb0\x09" + bytes(1200)),
         dht_pb2.FindResponse(results=[dht_pb2.FindResult(nearest_node_ids=[bytes(21)], nearest_peer_ids=[PEER])]),
         dht_pb2.FindResponse(peer=dht_pb2.NodeInfo(node_id=bytes(21))),
         dht_pb2.PingResponse(peer=dht_pb2.NodeInfo(node_id=b"\1")),
@@ -63,14 +114,20 @@ def named(*peer_ids: bytes, node_ids: int | None = None, value: bytes = b"") -> 
 )
 def test_answers_that_no_honest_node_gives_are_refused(answer: Any) -> None:
     with pytest.raises(WireError):
-        check_answer(answer)
+        take(answer)
 
 
 def test_the_answers_of_honest_nodes_are_taken() -> None:
-    check_answer(named(*MAX_NEIGHBOURS * [PEER], value=bytes(MAX_RECORDS_BYTES)))
-    check_answer(dht_pb2.PingResponse(peer=dht_pb2.NodeInfo(node_id=ID)))
-    check_answer(dht_pb2.PingResponse())  # of a node that only asks
-    check_answer(dht_pb2.StoreResponse(store_ok=[True]))
+    take(named(*MAX_NEIGHBOURS * [PEER]))
+    full = named(*MAX_NEIGHBOURS * [bytes(64)])
+    full.results[0].type = dht_pb2.FOUND_DICTIONARY
+    full.results[0].value = MSGPackSerializer.dumps(records(MAX_RECORDS, 2 * MAX_VALUE_BYTES))
+    take(full)
+    take(holding(MSGPackSerializer.dumps(DictionaryDHTValue())))
+    take(holding(dictionary(math.inf, [b"a", b"v", 1.0])))
+    take(dht_pb2.PingResponse(peer=dht_pb2.NodeInfo(node_id=ID)))
+    take(dht_pb2.PingResponse())  # of a node that only asks
+    take(dht_pb2.StoreResponse(store_ok=[True]))
 
 
 @pytest.mark.processes
@@ -128,32 +185,34 @@ def test_an_answer_to_a_call_that_was_just_given_up_ends_nothing(run: Run, kind:
 @pytest.mark.parametrize(
     "request_",
     [
-        dht_pb2.FindRequest(keys=(MAX_KEYS_ASKED + 1) * [ID]),
+        dht_pb2.FindRequest(keys=2 * [ID]),
         dht_pb2.FindRequest(keys=[bytes(21)]),
         dht_pb2.FindRequest(keys=[ID], peer=dht_pb2.NodeInfo(node_id=bytes(1000))),
         dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=bytes(21))),
         dht_pb2.PingRequest.FromString(b"\x7a\xe8\x07" + bytes(1000) + b"\x7a\x20" + bytes(32)),
-        dht_pb2.StoreRequest(keys=(MAX_KEYS + 1) * [ID]),
-        dht_pb2.StoreRequest(keys=[b""]),
-        dht_pb2.StoreRequest(keys=[ID], values=[bytes(MAX_RECORDS_BYTES + 1)]),
+        to_store(keys=2 * [ID]),
+        to_store(keys=[b""]),
+        to_store(subkeys=[]),
+        to_store(subkeys=[b""], values=[nested(0x50, 300)]),  # a dictionary
+        to_store(values=[bytes(MAX_STORE_BYTES)]),
+        to_store(in_cache=[True]),
     ],
 )
 def test_requests_that_no_honest_node_sends_are_refused(request_: Any) -> None:
     with pytest.raises(WireError):
-        check_request(request_)
+        take(request_)
 
 
 def test_the_requests_of_honest_nodes_are_taken() -> None:
     sender = dht_pb2.NodeInfo(node_id=ID)
-    check_request(dht_pb2.FindRequest(keys=MAX_KEYS_ASKED * [ID], peer=sender))
-    check_request(dht_pb2.PingRequest(peer=sender, validate=True))
-    check_request(dht_pb2.PingRequest())
-    # A node hands all that it stores to one that it meets.
-    check_request(dht_pb2.StoreRequest(keys=MAX_KEYS * [ID], values=[bytes(MAX_RECORDS_BYTES)], peer=sender))
+    take(dht_pb2.FindRequest(keys=[ID], peer=sender))
+    take(dht_pb2.PingRequest(peer=sender, validate=True))
+    take(dht_pb2.PingRequest())
+    take(to_store(subkeys=[bytes(MAX_SUBKEY_BYTES)], values=[bytes(2 * MAX_VALUE_BYTES)], peer=sender))
 
 
-def test_the_answer_to_an_allowed_request_fits_into_a_message() -> None:
-    assert MAX_KEYS_ASKED * (MAX_RECORDS_BYTES + MAX_NEIGHBOURS * 100) < 4 * 2**20
+def test_the_largest_answer_fits_into_a_message() -> None:
+    assert MAX_FOUND_BYTES < 4 * 2**20
 
 
 @pytest.mark.processes
@@ -162,9 +221,9 @@ def test_a_node_refuses_many_keys_and_forgets_the_request(run: Run) -> None:
         async with open_pair() as (victim, attacker):
             theirs, running = node_of(attacker).protocol, node_of(victim).p2p._client.control._handler_tasks
             peer = PeerID.from_base58(victim.peer_id)
-            few, many = ([DHTID.generate(number) for number in range(count)] for count in (4, 5))
-            assert await from_asyncio(theirs.call_find(peer, few)) is not None
-            assert await from_asyncio(theirs.call_find(peer, many)) is None
+            one, two = ([DHTID.generate(number) for number in range(count)] for count in (1, 2))
+            assert await from_asyncio(theirs.call_find(peer, one)) is not None
+            assert await from_asyncio(theirs.call_find(peer, two)) is None
             while running:
                 await trio.sleep(0.01)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Coroutine, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
 import trio.testing
+from hivemind.dht.node import Blacklist
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import dht, dht_search
@@ -55,6 +56,7 @@ class Net:
             peer_id=peer(10**6),
             num_workers=4,
             num_replicas=5,
+            blacklist=Blacklist(5.0, 1.0),
             _call_find_with_blacklist=self._find,
             protocol=SimpleNamespace(
                 storage=BoundedStorage(),
@@ -71,6 +73,7 @@ class Net:
             await trio.sleep(SILENT_S)
             return None
         await trio.sleep(0.1)
+        self.node.blacklist.register_failure(peer_id)
         return {key: (self.holds[peer_id].get(key), dict(self.names[peer_id])) for key in keys}
 
     async def _store(
@@ -128,6 +131,19 @@ def test_a_peer_that_is_named_under_many_node_ids_hides_no_other(monkeypatch: py
         net = Net({near(101): peer(1)}, {peer(1): named, peer(2): {}})  # peer 9 is silent
         net.holds[peer(2)].store_subkey(KEY, b"owner", b"value", time.time() + 60.0)
         assert (await search(net.node, KEY, 5.0)).records.keys() == {b"owner"}
+
+    run_virtual(monkeypatch, main)
+
+
+def test_an_odd_answer_costs_one_answer_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        net = honest_and_liar()
+        net.holds[peer(0)].store_subkey(KEY, b"member", b"record", time.time() + 30.0)
+        odd = DictionaryDHTValue()
+        odd.maxsize = cast(Any, "x")  # hivemind keeps what its sender wrote there
+        net.holds[peer(99)].data[KEY] = cast(Any, SimpleNamespace(value=odd, expiration_time=time.time() + 30.0))
+        assert (await search(net.node, KEY, 5.0)).records.keys() == {b"member"}
+        assert not net.node.blacklist.ban_counter
 
     run_virtual(monkeypatch, main)
 

@@ -135,6 +135,10 @@ class FlowControl:
         """Seconds since an acknowledgement, while bulk bytes are unacknowledged."""
         return now - self._acked_s if self.in_flight else 0.0
 
+    def unacked_s(self, now: float) -> float:
+        """Seconds since the oldest bulk frame that is not acknowledged was sent."""
+        return now - self._flights[0].sent_s if self._flights else 0.0
+
     def _measure_rate(self, flight: _Flight, now: float) -> None:
         """Measure the rate at which the path carried what was acknowledged since this frame was sent.
 

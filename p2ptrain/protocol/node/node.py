@@ -254,10 +254,10 @@ class Node:
     async def stay(self) -> None:
         """After the run's last round, wait for linked peers that have not: until 10 s after their last use."""
         context, needed_s = self.driver.context, trio.current_time()
+        # Anybody may say that it is behind, and where members are drawn not all have contributed.
+        are_drawn = len(self.lineage_peers()) >= self.run.max_contributors or self.membership.is_large
         with trio.move_on_after(self.longest_stay_s):
             while behind := context.liveness.behind(self.driver.head.round):
-                # Anybody may say that it is behind, and where members are drawn not all have contributed.
-                are_drawn = len(self.lineage_peers()) >= self.run.max_contributors or self.membership.is_large
                 if any(link.is_in_use and (are_drawn or context.recent.admits(link.peer_id)) for link in behind):
                     needed_s = trio.current_time()
                 if trio.current_time() >= needed_s + STAY_S:

@@ -386,12 +386,16 @@ class RoundDriver:
     def _patience_s(self) -> float:
         """How long voters that fell silent are waited for if that is more than a minute: three intervals.
 
-        Who waits for the run's last round does not train, and waits at most half as long as for that round. Not less:
-        it may be cut off, and would end the run without the others.
+        Who waits for the run's last round does not train, and waits at most for half of the time that is left for that
+        round. Not less: it may be cut off, and would end the run without the others.
         """
-        run = self.context.run
-        three_intervals_s = 3 * run.sync_every * self._exchange.step_s
-        return min(three_intervals_s, run.round_timeout_s / 2) if self._exchange.at_length else three_intervals_s
+        run, exchange = self.context.run, self._exchange
+        three_intervals_s = 3 * run.sync_every * exchange.step_s
+        if not exchange.at_length:
+            return three_intervals_s
+        left_s = max(0.0, run.round_timeout_s - self._schedule.due_for_s(trio.current_time()))
+        # A peer that was restarted at the end does not know how long an interval takes.
+        return min(three_intervals_s or left_s, left_s / 2)
 
     def _waits(self, now: float) -> bool:
         is_landing = self._head_votes.is_landing(self.context.liveness.present())

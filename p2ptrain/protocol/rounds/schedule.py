@@ -118,8 +118,12 @@ class Schedule:
 
     def note_time(self, now: float) -> None:
         """Call it every second: notes since when we are due."""
-        if not self._context.exchange.round_due:
+        if not self._context.exchange.round_due or not self._due_from_s:
             self._due_from_s = now
+
+    def due_for_s(self, now: float) -> float:
+        """For how long we have been due; 0 if we are not."""
+        return now - self._due_from_s
 
     def waits(self, head: Head, now: float, *, is_landing: bool) -> bool:
         """Whether to delay our next Call for peers that the round would overtake.
@@ -127,8 +131,8 @@ class Schedule:
         A round changes the state that joiners download. A peer that is alone therefore waits while they make progress.
         A slow joiner must not delay other members: they wait only for one that rounds have overtaken, as it might never
         get the state, and for a voter that has not landed the last round (`is_landing`), whose parts would be gone.
-        The only voter of a round waits for peers that are one round behind. With pairwise steps, a peer also waits for
-        peers of another lineage, which follow.
+        The only voter of a round waits for peers that are one round behind, and one that has begun a lineage for those
+        that follow it: without them, it would discard what they have learned since the last round.
         """
         exchange, host = self._context.exchange, self._context.host
         if not exchange.round_due:
@@ -136,6 +140,8 @@ class Schedule:
         if self._context.run.is_pairwise and not host.lineage_peers() and self._context.links.trainers():
             # The one round of the run is not for us alone, because we have founded a lineage for it.
             return now - self._began_s < FOLLOWERS_PATIENCE_S
+        if len(head.voters) == 1 and now - self._began_s < OVERTAKEN_S and self._has_followers(head):
+            return True
         if exchange.at_length:
             return False
         if is_landing and now - self._head_s < OVERTAKEN_S:
@@ -154,6 +160,11 @@ class Schedule:
             return now - self._due_from_s < JOINERS_PATIENCE_S
         times = max(joiners.values())
         return times > 0 and now - self._head_s < min(OVERTAKEN_S * 2 ** (times - 1), MAX_OVERTAKEN_S)
+
+    def _has_followers(self, head: Head) -> bool:
+        """Whether a linked trainer has landed the same round in another lineage, which it may leave for ours."""
+        beats = [link.beat for link in self._context.links.trainers() if link.beat is not None]
+        return any(beat.round == head.round and beat.lineage not in ("", head.lineage) for beat in beats)
 
     def may_hold_back(self, head: Head, now: float) -> bool:
         """Whether to keep out of a round while another start's state is downloaded: of the first, not for ever."""

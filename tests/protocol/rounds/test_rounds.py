@@ -15,9 +15,11 @@ import trio
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.slices import Slice
+from p2ptrain.protocol.rounds.deciding.history import History
 from p2ptrain.protocol.rounds.landing import commit
 from p2ptrain.protocol.rounds.moving import reducer, snapshot
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
+from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Attempt, Call, Reduce, Request
 from p2ptrain.protocol.wire.transport import Compute
 from tests.protocol.swarm import RUN, Witness, Worker, common, run_virtual, start_all, swarm
@@ -195,12 +197,63 @@ def test_who_is_cut_off_at_the_end_does_not_end_alone(cut_s: float) -> None:
     run_virtual(main)
 
 
-def test_voters_that_are_lost_near_the_end_are_waited_for_at_most_half_the_time_of_an_attempt() -> None:
-    """Three intervals take 20 minutes, and half of an attempt 15."""
+def test_a_peer_that_was_restarted_at_the_end_and_is_cut_off_does_not_end_alone() -> None:
+    """It has made no step since, so it does not know how long an interval takes."""
 
     async def main() -> None:
         run = dataclasses.replace(RUN, sync_every=400, total_steps=800, fragment_fraction=0.0)
         async with swarm(run) as s:
+            start_all(s, "abc", step_s=1.0)
+            await s.until(lambda: common(s, 1, 3), within_s=800)
+            await s.until(lambda: s.peers["c"].exchange.run_step >= 700, within_s=800)
+            s.peers["a"].paused = s.peers["b"].paused = True  # slower
+            await s.until(lambda: s.peers["c"].exchange.at_length, within_s=200)
+            node, exchange = s.peers["c"].node, s.peers["c"].exchange
+            history = History(node.driver.history.genesis, list(node.driver.history.entries))
+            restored = Restored(node.state, node.driver.head, exchange.run_step, history, exchange.tokens)
+            node.leave("interrupted")
+            await trio.sleep(0.3)
+            s.kill("c")
+            await s.until(s.start("c", restored=restored, step_s=1.0).node.ready.is_set)
+            await trio.sleep(30)
+            s.network.partition(["c"], ["a", "b"])
+            await trio.sleep(100)
+            s.network.partition()
+            s.peers["a"].paused = s.peers["b"].paused = False
+            await s.until(lambda: all(peer.exchange.finished for peer in s.peers.values()), within_s=400)
+            assert len({peer.node.driver.head.state_hash for peer in s.peers.values()}) == 1
+
+    run_virtual(main)
+
+
+def test_a_peer_that_does_not_take_its_turn_at_the_end_costs_the_others_a_minute() -> None:
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=40, total_steps=80, fragment_fraction=0.0)
+        async with swarm(run) as s:
+            start_all(s, "abcd", step_s=30.0)
+            await s.until(lambda: common(s, 1, 4), within_s=2000)
+            first, second, *left = (peer_id for peer_id, _ in s.peers["a"].node.driver.head.voters)
+            idle, last = sorted(left)
+            await s.until(lambda: s.peers[last].exchange.run_step >= 79, within_s=2000)
+            s.peers[first].paused = s.peers[second].paused = s.peers[idle].paused = True
+            await s.until(lambda: s.peers[last].exchange.at_length, within_s=100)
+            due_s = trio.current_time()
+            await trio.sleep(1000)
+            s.kill(first)
+            s.kill(second)
+            await s.until(lambda: s.peers[last].exchange.finished, within_s=1000)
+            assert trio.current_time() - due_s < run.round_timeout_s - 60
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("latency_s", [0.001, 0.15])
+def test_those_that_are_left_at_the_end_make_the_last_round_together(latency_s: float) -> None:
+    """They run out of patience together. Three intervals take 20 minutes, and half of an attempt 15."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=400, total_steps=800, fragment_fraction=0.0)
+        async with swarm(run, latency_s=latency_s) as s:
             start_all(s, "abcd", step_s=1.0)
             await s.until(lambda: common(s, 1, 4), within_s=800)
             await s.until(lambda: all(peer.exchange.run_step >= 790 for peer in s.peers.values()), within_s=800)
@@ -210,6 +263,7 @@ def test_voters_that_are_lost_near_the_end_are_waited_for_at_most_half_the_time_
             left = [peer for name, peer in s.peers.items() if name not in (first, second)]
             await s.until(lambda: all(peer.exchange.finished for peer in left), within_s=1000)
             assert len({peer.node.driver.head.state_hash for peer in left}) == 1
+            assert [len(peer.rounds()[-1]["contributors"]) for peer in left] == [2, 2]
 
     run_virtual(main)
 

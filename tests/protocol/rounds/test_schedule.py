@@ -43,7 +43,8 @@ class Room:
     alone: bool = False
     due: bool = True
     at_length: bool = False
-    linked: str | None = None  # in any lineage
+    linked: str | None = None  # in any lineage, such as the next
+    lineage: str = "0-l"
     step_s: float = 0.1
     round_trip_s: float = 0.0
     speeds: dict[str, float] = field(default_factory=dict)
@@ -55,7 +56,12 @@ class Room:
             peer_id="a", run=self.run, timeouts=Timeouts(peer_timeout_s=30.0, round_timeout_s=600.0),
             exchange=SimpleNamespace(round_due=self.due, at_length=self.at_length, step_s=self.step_s),
             host=SimpleNamespace(lineage_peers=lambda: tuple(self.peers), joiners=lambda: self.joiners),
-            links=SimpleNamespace(trainers=lambda: tuple(self.peers if self.linked is None else self.linked)),
+            links=SimpleNamespace(
+                trainers=lambda: [
+                    SimpleNamespace(beat=SimpleNamespace(lineage=self.lineage, round=4))
+                    for _ in (self.peers if self.linked is None else self.linked)
+                ]
+            ),
             liveness=SimpleNamespace(
                 present=lambda: present, is_alone=lambda head: self.alone, round_trip_s=lambda: self.round_trip_s,
                 beats=lambda: {name: SimpleNamespace(speed=speed) for name, speed in self.speeds.items()},
@@ -151,18 +157,21 @@ def test_a_new_head_forgets_dues_of_its_round_and_another_lineage_forgets_all() 
         (Room("", run=PAIRWISE, linked="", at_length=True), False, 0.0),
         (Room("b", run=PAIRWISE, at_length=True), False, 0.0),
         (Room("", linked="b", at_length=True), False, 0.0),
+        (Room("", linked="b", lineage="0-before", at_length=True), False, OVERTAKEN_S),
+        (Room("", linked="b", lineage="0-before"), False, OVERTAKEN_S),
+        (Room("", linked="b", lineage=""), False, 0.0),
     ],
 )
 def test_a_round_waits_for_peers_that_it_would_overtake(room: Room, is_landing: bool, wait_s: float) -> None:
-    schedule = room.schedule()
+    schedule, head = room.schedule(), head_of(voters="a" + room.peers)
     # Since when we are due: only while we are not, it moves on.
     schedule._context.exchange.round_due = False  # type: ignore[misc]
     schedule.note_time(100.0)
     schedule._context.exchange.round_due = room.due  # type: ignore[misc]
     schedule.note_time(101.0)
-    schedule.begin(head_of(), 100.0, same_lineage=False)
+    schedule.begin(head, 100.0, same_lineage=False)
     for late_s, waits in ((0.0, wait_s > 0), (wait_s - 0.1, wait_s > 0), (wait_s, False)):
-        assert schedule.waits(head_of(), 100.0 + late_s, is_landing=is_landing) == waits
+        assert schedule.waits(head, 100.0 + late_s, is_landing=is_landing) == waits
 
 
 @pytest.mark.parametrize("due_s", [100.0, 5000.0])

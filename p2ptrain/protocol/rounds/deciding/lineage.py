@@ -15,6 +15,8 @@ from p2ptrain.settings.config import RunConfig
 # Each peer waits this long for each linked one with a lower id (guess; three heartbeats of a small swarm), but for so
 # many at most, and for an answer about a claimed state at most this long: claims cost nothing.
 TURN_S, MAX_TURNS, ANSWER_S = 3.0, 3, 10.0
+# The same turn where missing voters may come back: others may have missed them later (guess).
+LOST_TURN_S = 60.0
 # Changes of the head that are remembered, other than to the next round, in at most 35 MB (computed). A peer whose line
 # fails every hour has two in each outage, so this is for years. With more, only a restart helps.
 MAX_JUMPS = 100_000
@@ -71,10 +73,11 @@ def is_our_turn(*, ended_s: float | None, lost_s: float, patience_s: float, lowe
         lost_s: seconds since a quorum was present.
         patience_s: how long missing voters are waited for that may come back.
         lower: linked peers at our head with a lower id. One that does nothing delays the others by a turn.
-        awaits: whether a linked peer claims a state that this one may adopt instead, and has not answered yet.
+        awaits: whether a linked peer claims a state that this one may adopt instead, and has not answered yet. Peers
+            that wait for the same voters run out of patience together, and the first of them begins a lineage.
     """
     turns = min(lower, MAX_TURNS)
-    if lost_s > (1 + turns) * patience_s:
+    if lost_s > patience_s + turns * LOST_TURN_S + (ANSWER_S if awaits else 0.0):
         return True
     return ended_s is not None and ended_s >= turns * TURN_S and (not awaits or ended_s >= ANSWER_S)
 

@@ -77,16 +77,20 @@ def _can_reduce(peer: PeerId, joins: Mapping[PeerId, Join]) -> bool:
 def averageable(
     joins: Mapping[PeerId, Join], avoided: Collection[PeerId], voters: Collection[Voter]
 ) -> dict[PeerId, Join]:
-    """Drop the members with the fewest links until some member that is not avoided is linked to all that remain.
+    """Drop the least linked members until some member that is not avoided is linked to all that remain.
+
+    Only links with voters count, and of them those that both name: strangers may join, and name whom they like.
 
     All members if at most half would be left: a member may name too few links. But strangers that join may be most
     members, so most of the voters are enough if one of them can reduce, or if otherwise none could. `avoided`: as for
     `reducers_of`.
     """
     left = dict(joins)
-    while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
-        del left[min(left, key=lambda peer: (len(left.keys() & set(left[peer].linked)), peer))]
     joined = {peer for peer, join in joins.items() if (peer, join.incarnation) in voters}
+    named = {peer: {peer, *join.linked} for peer, join in joins.items()}
+    links = {peer: {voter for voter in joined & named[peer] if peer in named[voter]} for peer in joins}
+    while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
+        del left[min(left, key=lambda peer: (len(left.keys() & links[peer]), peer))]
     if 2 * len(left) > len(joins):
         return left
     stay = joined & left.keys()

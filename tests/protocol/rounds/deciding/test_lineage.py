@@ -123,7 +123,7 @@ def test_of_several_survivors_the_lowest_id_goes_on_or_else_the_next() -> None:
         (3.0, 3.0, 2, False, False), (6.0, 6.0, 2, False, True),
         # Another state may be the one to adopt, unless its peer does not answer.
         (0.0, 1.0, 0, True, False), (9.9, 10.0, 0, True, False), (10.0, 10.0, 0, True, True),
-        (None, 61.0, 0, True, True),
+        (None, 61.0, 0, True, False), (None, 69.9, 0, True, False), (None, 70.1, 0, True, True),
         # Anybody can claim to be there: not more than three turns.
         (8.9, 9.0, 255, False, False), (9.0, 9.0, 255, False, True), (None, 241.0, 255, False, True),
     ],

@@ -214,6 +214,25 @@ def test_strangers_that_name_one_voter_do_not_make_it_the_only_reducer() -> None
     assert list(policy.averageable(apart, {"a", *strangers}, voters[:1])) == list(members)
 
 
+@pytest.mark.parametrize("voters", [3, 4, 5, 8, 16])
+@pytest.mark.parametrize("strangers", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("reach", ["leader", "all"])
+def test_strangers_that_each_deny_a_link_with_other_voters_stop_no_round(
+    voters: int, strangers: int, reach: str
+) -> None:
+    """Every voter is left out by one of them, so that none can reduce, and they name more links than voters have."""
+    members, liars = [f"m{number:02}" for number in range(voters)], [f"x{number:02}" for number in range(strangers)]
+    joins = {name: join_of(name, linked=tuple(members)) for name in members}
+    for name in members if reach == "all" else members[:1]:
+        joins[name] = join_of(name, linked=(*members, *liars))
+    for number, name in enumerate(liars):
+        joins[name] = join_of(name, linked=(*liars, *(m for i, m in enumerate(members) if i % strangers != number)))
+    avoided = liars if reach == "all" else []  # as reducers they have been silent
+    left = policy.averageable(joins, avoided, [(name, joins[name].incarnation) for name in members])
+    assert set(policy.reducers_of(left, avoided)) <= set(members)
+    assert 2 * len(left.keys() & set(members)) > len(members)
+
+
 def test_members_that_are_linked_with_one_voter_only_are_not_left_out_for_it() -> None:
     """Nobody else can reduce, so it does although it is avoided."""
     joins = {"a": join_of("a", linked=tuple("bcdefg"))} | {name: join_of(name, linked=("a",)) for name in "bcdefg"}

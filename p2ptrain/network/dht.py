@@ -140,6 +140,8 @@ class OwnedRecords:
                 and record.expiration_time <= hivemind.get_dht_time() + MAX_EXPIRES_IN_S + MAX_CLOCK_SKEW_S
                 and len(record.subkey) <= MAX_SUBKEY_BYTES
                 and len(record.value) <= 2 * MAX_VALUE_BYTES
+                # hivemind searches for the end of each to the end of the value.
+                and record.value.count(b"[signature:") == 1
                 and owner_of(msgspec.msgpack.decode(record.subkey, type=bytes)) is not None
                 and len(msgspec.msgpack.decode(self.strip_value(record), type=bytes)) <= MAX_VALUE_BYTES
                 and self._is_signed(record)

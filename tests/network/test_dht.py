@@ -386,6 +386,7 @@ def test_records_that_are_dropped() -> None:
         "expiry changed": dataclasses.replace(good, expiration_time=good.expiration_time + 1.0),
         "another's subkey": dataclasses.replace(good, subkey=MSGPackSerializer.dumps(other)),
         "no signature": dataclasses.replace(good, value=VALIDATOR.strip_value(good)),
+        "two signatures": dataclasses.replace(good, value=good.value + b"[signature:"),
         "a key that is made fast": signed(key=SHORT_KEY),
         "no owner": signed(subkey=b"anyone"),
         "regular value": dataclasses.replace(good, subkey=MSGPackSerializer.dumps(None)),

@@ -393,7 +393,7 @@ class RoundDriver:
         three_intervals_s = 3 * run.sync_every * exchange.step_s
         if not exchange.at_length:
             return three_intervals_s
-        left_s = max(0.0, run.round_timeout_s - self._schedule.due_for_s(trio.current_time()))
+        left_s = max(0.0, run.round_timeout_s - self._schedule.at_length_for_s(trio.current_time()))
         # A peer that was restarted at the end does not know how long an interval takes.
         return min(three_intervals_s or left_s, left_s / 2)
 

@@ -98,7 +98,7 @@ class Schedule:
         # With the time at which it was noted.
         self._counters: dict[PeerId, tuple[int, float]] = {}
         self._join_delays_s: deque[float] = deque(maxlen=64)
-        self._due_from_s = 0.0
+        self._due_from_s = self._at_length_from_s = 0.0
         self._began_s = self._head_s = 0.0
         self._sent_s = 0.0
         self._sent_for = ("", -2, 0)
@@ -117,13 +117,15 @@ class Schedule:
         self._due.pop(round_, None)
 
     def note_time(self, now: float) -> None:
-        """Call it every second: notes since when we are due."""
+        """Call it every second: notes since when we are due, and at the run's length."""
         if not self._context.exchange.round_due or not self._due_from_s:
             self._due_from_s = now
+        if not self._context.exchange.at_length or not self._at_length_from_s:
+            self._at_length_from_s = now
 
-    def due_for_s(self, now: float) -> float:
-        """For how long we have been due; 0 if we are not."""
-        return now - self._due_from_s
+    def at_length_for_s(self, now: float) -> float:
+        """For how long only the run's last round has been missing."""
+        return now - self._at_length_from_s
 
     def waits(self, head: Head, now: float, *, is_landing: bool) -> bool:
         """Whether to delay our next Call for peers that the round would overtake.

@@ -247,6 +247,21 @@ def test_a_peer_that_does_not_take_its_turn_at_the_end_costs_the_others_a_minute
     run_virtual(main)
 
 
+def test_who_was_due_long_before_the_end_and_is_cut_off_there_does_not_end_alone() -> None:
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=40, total_steps=320, fragment_fraction=0.0)
+        async with swarm(run) as s:
+            start_all(s, "abc", step_s=10.0)
+            await s.until(lambda: common(s, 1, 3), within_s=800)
+            s.peers["a"].paused = s.peers["b"].paused = True
+            await s.until(lambda: s.peers["c"].exchange.at_length, within_s=4000)
+            s.network.partition(["c"], ["a", "b"])
+            await trio.sleep(200)
+            assert not s.peers["c"].exchange.finished
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("latency_s", [0.001, 0.15])
 def test_those_that_are_left_at_the_end_make_the_last_round_together(latency_s: float) -> None:
     """They run out of patience together. Three intervals take 20 minutes, and half of an attempt 15."""

@@ -79,7 +79,7 @@ def averageable(
 ) -> dict[PeerId, Join]:
     """Drop the least linked members until some member that is not avoided is linked to all that remain.
 
-    Only links with voters count, and of them those that both name: strangers may join, and name whom they like.
+    Links count that both sides name, first those with voters: strangers may join, and name whom they like.
 
     All members if at most half would be left: a member may name too few links. But strangers that join may be most
     members, so most of the voters are enough if one of them can reduce, or if otherwise none could. `avoided`: as for
@@ -88,9 +88,10 @@ def averageable(
     left = dict(joins)
     joined = {peer for peer, join in joins.items() if (peer, join.incarnation) in voters}
     named = {peer: {peer, *join.linked} for peer, join in joins.items()}
-    links = {peer: {voter for voter in joined & named[peer] if peer in named[voter]} for peer in joins}
+    links = {peer: {other for other in joins.keys() & named[peer] if peer in named[other]} for peer in joins}
     while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
-        del left[min(left, key=lambda peer: (len(left.keys() & links[peer]), peer))]
+        voted = joined & left.keys()
+        del left[min(left, key=lambda peer: (len(links[peer] & voted), len(links[peer] & left.keys()), peer))]
     if 2 * len(left) > len(joins):
         return left
     stay = joined & left.keys()

@@ -233,6 +233,14 @@ def test_strangers_that_each_deny_a_link_with_other_voters_stop_no_round(
     assert 2 * len(left.keys() & set(members)) > len(members)
 
 
+def test_without_an_only_voter_that_is_avoided_those_that_are_linked_go_on() -> None:
+    joins = {name: join_of(name, linked=tuple("abcdef")) for name in "bcdef"}
+    joins |= {"a": join_of("a", linked=tuple("bcdefg")), "g": join_of("g", linked=("a",))}
+    left = policy.averageable(joins, {"a"}, [("a", joins["a"].incarnation)])
+    assert list(left) == list("bcdefa")
+    assert policy.reducers_of(left, {"a"}) == list("bcdef")
+
+
 def test_members_that_are_linked_with_one_voter_only_are_not_left_out_for_it() -> None:
     """Nobody else can reduce, so it does although it is avoided."""
     joins = {"a": join_of("a", linked=tuple("bcdefg"))} | {name: join_of(name, linked=("a",)) for name in "bcdefg"}

@@ -192,7 +192,10 @@ class _Weather:
                     self.start(trouble.victims)
             case "restart":
                 peer = s.peers.get(trouble.victims)
-                if peer is not None and peer.current.ready.is_set() and self._restarts[trouble.victims] < MOST_RESTARTS:
+                if peer is None or not peer.current.ready.is_set() or self._restarts[trouble.victims] == MOST_RESTARTS:
+                    return
+                # The next node has the state once the training goes on.
+                if not peer.paused or self._leaves_the_state(without=trouble.victims):
                     self._restarts[trouble.victims] += 1
                     peer.current._fail(RuntimeError("a bug"))
             case "stop" | "freeze":

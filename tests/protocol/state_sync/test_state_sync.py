@@ -1172,3 +1172,19 @@ def test_peers_that_only_claim_to_have_a_state_keep_no_peer_from_joining(says: s
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("latency_s", [0.8, 1.2, 1.6, 2.0])
+def test_a_joiner_founds_no_run_while_a_linked_peer_has_told_nothing(latency_s: float) -> None:
+    """Its first heartbeat may be late."""
+
+    async def main() -> None:
+        async with swarm() as s:
+            s.start("b", founder=True)
+            await s.until(lambda: len(s.peers["b"].rounds("solo")) > 2)
+            s.network.latency = lambda source, target: latency_s
+            joiner = s.start("a")
+            await s.until(joiner.node.ready.is_set, within_s=60)
+            assert not joiner.node.state_sync.joining.founded
+
+    run_virtual(main)

@@ -25,6 +25,7 @@ from p2ptrain.peer.session import NetworkSession
 from p2ptrain.settings.access import Access
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.extras import require_extra
+from p2ptrain.settings.files import user_path
 from p2ptrain.settings.initial_peers import nobody_found
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.run_key import read_key, warn_if_shared
@@ -242,8 +243,8 @@ def join(
             show = None if dashboard is None else _take_port(str(dashboard), failing)
             key = None
             if run_key is not None:
-                key = read_key(Path(run_key).expanduser())
-                warn_if_shared(Path(run_key).expanduser())
+                key = read_key(user_path(run_key))
+                warn_if_shared(user_path(run_key))
             if initial_peers == "lan":
                 if run_key is not None or lan not in ("auto", "on"):
                     raise ConfigError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from pathlib import Path
 
 import click
 
 from p2ptrain.cli.options import complete_files
+from p2ptrain.settings.files import user_path
 from p2ptrain.settings.run_key import SECRET_BYTES, make_key_file
 
 DEFAULT_FILE = "run.key"
@@ -28,7 +28,7 @@ def key(file: str) -> None:
     With a ticket that holds the key, so that the others need no file:
         p2ptrain join --run-key friends.key --share-key
     """
-    path = Path(file).expanduser()
+    path = user_path(file)
     make_key_file(path, secrets.token_bytes(SECRET_BYTES))
     shown = shlex.quote(file)
     click.echo(f"{file}: a new run key. Whoever has this file can join the run: keep it secret.")

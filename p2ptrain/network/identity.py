@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import PeerID, RSAPrivateKey, RSAPublicKey, crypto_pb2
-from p2ptrain.settings.files import open_file
+from p2ptrain.settings.files import open_file, user_path
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def hold_identity(path: str | None, scratch: Path) -> Iterator[Identity]:
     if path is None:
         yield _make(scratch / "identity.key")
         return
-    file = Path(path).expanduser()
+    file = user_path(path)
     if not file.parent.is_dir():
         raise ConfigError(
             f"identity {file}: the directory {file.parent} does not exist; create it, or choose another file"

@@ -16,6 +16,11 @@ _STDIN = Path("/dev/stdin")
 MAX_TEXT_BYTES = 2**20
 
 
+def user_path(path: str | Path) -> Path:
+    """A path that the user gave, with the home directory for ~. Unchanged if there is no user of that name."""
+    return Path(os.path.expanduser(path))
+
+
 def reason_of(error: OSError | ValueError) -> str:
     """Why a text file cannot be read, for a message. ValueError: it is not UTF-8, or its path has a null character."""
     if isinstance(error, UnicodeDecodeError):

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import RunConfig, resolve_run
-from p2ptrain.settings.files import read_text
+from p2ptrain.settings.files import read_text, user_path
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
 from p2ptrain.settings.model_defaults import OF_RUN, model_defaults
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
@@ -25,6 +25,11 @@ from p2ptrain.settings.presets import PRESETS, closed_defaults, implied_defaults
 from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 from p2ptrain.settings.ticket import Ticket, ticket_text
+
+# What Kubernetes and `docker --link` add for a service whose name begins with "p2ptrain".
+_OF_SERVICES = re.compile(
+    r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=|_PORT=(tcp|udp|sctp)://", re.ASCII
+)
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
@@ -144,7 +149,7 @@ class Settings:
         """The network settings. Reads address files and the run key; raises ConfigError if one cannot be used."""
         values = self._fields(NETWORK_SETTINGS)
         values["initial_peers"] = read_initial_peers(values["initial_peers"])
-        key = None if values["run_key"] is None else read_key(Path(values["run_key"]).expanduser())
+        key = None if values["run_key"] is None else read_key(user_path(values["run_key"]))
         if self.ticket is not None and self.ticket.key is not None:
             if key not in (None, self.ticket.key):
                 raise ConfigError(
@@ -175,7 +180,11 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
     Raises:
         ConfigError: an unknown key or variable, or an invalid value.
     """
-    variables = {name: text for name, text in environ.items() if name.startswith(ENV_PREFIX) and text}
+    variables = {
+        name: text
+        for name, text in environ.items()
+        if name.startswith(ENV_PREFIX) and text and not _OF_SERVICES.search(f"{name}={text}")
+    }
     known = {setting.variable for setting in SETTINGS.values()} | {CONFIG_VARIABLE}
     for variable in sorted(variables):
         if variable not in known:
@@ -211,7 +220,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
     _imply_from_model(values, sources)
     if values["run_key"] is not None:
         check_key_file(str(values["run_key"]))
-        warn_if_shared(Path(str(values["run_key"])).expanduser())
+        warn_if_shared(user_path(str(values["run_key"])))
     ticket = _use_ticket(values, sources, explicit)
     has_key = values["run_key"] is not None or (ticket is not None and ticket.key is not None)
     if has_key or values["allow"] is not None:

@@ -80,11 +80,12 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
             target.rename(out / f".{target.name}{REPLACED}")
         building.rename(target)
         _sync(out)
-    except (OSError, SafetensorError, TypeError) as error:
+    except Exception as error:
         shutil.rmtree(building, ignore_errors=True)
         reason, fix = getattr(error, "strerror", None) or error, "free space there, or give another --out"
-        if isinstance(error, TypeError):  # of `_pack`; a model's state may have what its get_extra_state() returns
-            fix = "keep only tensors, numbers, texts, and lists or dictionaries of them in that state"
+        if not isinstance(error, (OSError, SafetensorError)):
+            # A model's state may have what its get_extra_state() returns, and tensors of types that have no name there.
+            fix = "keep only real tensors, numbers, texts, and lists or dictionaries of them in that state"
         raise CheckpointError(f"cannot write {target}: {reason}; {fix}") from error
     # Checkpoints with a damaged manifest are removed first.
     spare = sorted(checkpoints(out), key=lambda path: _serial(path) is None)[KEEP:]
@@ -264,11 +265,12 @@ def _pack(value: Any, name: str, collect: Callable[[str, torch.Tensor], str]) ->
             return [_pack(item, f"{name}.{index}", collect) for index, item in enumerate(value)]
         case Mapping() if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: _pack(item, f"{name}.{key}", collect) for key, item in value.items()}
-        case Mapping():
+        case Mapping() if all(isinstance(key, (type(None), bool, int, float, str)) for key in value):
             return {"$items": [[key, _pack(item, f"{name}.{key}", collect)] for key, item in value.items()]}
         case None | bool() | int() | float() | str():
             return value
-    raise TypeError(f"{name}: a checkpoint cannot hold a {type(value).__name__}")
+    with_keys = " with such keys" if isinstance(value, Mapping) else ""
+    raise TypeError(f"{name}: a checkpoint cannot hold a {type(value).__name__}{with_keys}")
 
 
 def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

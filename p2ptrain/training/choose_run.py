@@ -105,7 +105,9 @@ def choose_run(
         logger.info("this peer's id is %s", session.network.peer_id)
         found = session.find_run(run_id, explicit=settings.explicit_run(), ours=ours)
     if found is None and ours is None and tokenizer is None:
-        tokenizer = interruptible(partial(first_tokenizer, config.tokenizer, source, say))
+        tokenizer = interruptible(
+            partial(first_tokenizer, config.tokenizer, str(settings.values["model"]), source, say)
+        )
         settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)
     run = settle_run(settings, found, ours, out)
     if session.knows_others and not found and not saved:

@@ -48,7 +48,7 @@ def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = T
         tried = (read_tokenizer(folder, run.tokenizer, run.vocab_size) for folder in folders)
         found = next(filter(None, tried), None)
     if found is None and not needs_text:
-        found = Ids(run.vocab_size)
+        return model, Ids(run.vocab_size)
     if found is None or (found.identity == IDS and needs_text):
         raise ConfigError(f"{path}: the run's tokenizer is not there; give it with --tokenizer FILE.json or hub:NAME")
     if run.tokenizer not in (IDS, found.identity) or found.vocab_size > run.vocab_size:

@@ -39,7 +39,7 @@ from p2ptrain.training.parallel import shard
 from p2ptrain.training.partitioning import Partition, choose_share, make_partition
 from p2ptrain.training.pretrained import load_saved
 from p2ptrain.training.ranks import Ranks, join_ranks, open_ranks
-from p2ptrain.training.trainer import Execution, Trainer, TrainingData
+from p2ptrain.training.trainer import Execution, Trainer, TrainingData, within_memory
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,11 @@ def build_trainer(
     """
     run, config = job.run, job.config
     check_has_values(model)
-    if config.fsdp == "on":
-        shard(model, ranks, job.device)
-    else:
-        model.to(job.device)
+    with within_memory("the model", job.device):
+        if config.fsdp == "on":
+            shard(model, ranks, job.device)
+        else:
+            model.to(job.device)
     corpus = interruptible(partial(job.source.corpus, job.tokenizer))
     partition, share = _partition(job, corpus, model, say) if ranks.is_first else (None, 0)
     # Rank 0 decides: with clusters, ranks on other GPUs might cut differently.

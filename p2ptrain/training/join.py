@@ -237,7 +237,7 @@ def _init_weights(model: nn.Module, job: Job, *, is_live: bool, knows_others: bo
         return f"{unused} run {run_id!r} has started; its weights are used"
     if job.saved:
         return f"{unused} the checkpoint of step {job.saved.step} in {job.out} is continued"
-    load_weights(model, read_weights(Path(given)), origin=given)
+    load_weights(model, read_weights(Path(given), job.run.tokenizer), origin=given)
     # If two peers start at the same time, neither finds the other, and only one of them starts the run.
     unless = ", unless another peer starts the run first" if knows_others else ""
     return f"starting from the weights of {given}{unless}"

@@ -19,6 +19,7 @@ from p2ptrain.peer.model_tensors import WRAPPED, plain_names
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.files import open_file
 from p2ptrain.training import checkpoint
+from p2ptrain.training.data.tokenizer import IDS
 
 
 def check_weights(path: Path) -> None:
@@ -37,14 +38,22 @@ def check_weights(path: Path) -> None:
         raise _unreadable(path, error) from error
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, tokenizer: str = IDS) -> dict[str, torch.Tensor]:
     """Read the state dict of a checkpoint, of the newest checkpoint in a directory, or of a .safetensors file.
 
-    It is on the CPU. Raises ConfigError if there is none, or it is damaged.
+    It is on the CPU. Raises ConfigError if there is none, it is damaged, or the weights are of a checkpoint of another
+    tokenizer than the one with this identity. What is unknown may be the same one.
     """
     check_weights(path)
     if path.is_dir():
-        weights: dict[str, torch.Tensor] = checkpoint.load_given(path, parts=["model"]).state["model"]
+        saved = checkpoint.load_given(path, parts=["model"])
+        theirs = saved.info.get("run", {}).get("tokenizer", IDS)
+        if IDS not in (theirs, tokenizer) and theirs != tokenizer:
+            raise ConfigError(
+                f"--init-from {path}: its weights were trained with another tokenizer than this run's; give it with "
+                f"--tokenizer, such as the tokenizer.json of that run"
+            )
+        weights: dict[str, torch.Tensor] = saved.state["model"]
         return weights
     try:
         return load_file(path)

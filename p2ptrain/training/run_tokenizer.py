@@ -14,6 +14,7 @@ from p2ptrain.training.data.source import Source
 from p2ptrain.training.data.token_files import TokenFolder
 from p2ptrain.training.data.tokenizer import Characters, Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import (
+    HUB,
     TOKENIZER_FILE,
     TRAIN,
     TokenizerFile,
@@ -22,6 +23,7 @@ from p2ptrain.training.data.tokenizer_file import (
     train_tokenizer,
     trained_size,
 )
+from p2ptrain.training.models.hf import PREFIX, PRETRAINED
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +46,20 @@ def given_tokenizer(name: str | None, source: Source) -> Tokenizer | None:
     return tokenizer
 
 
-def first_tokenizer(name: str | None, source: Source, say: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer for a run that starts here without a given one. Blocks while it is made."""
+def first_tokenizer(name: str | None, model: str, source: Source, say: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer for a run of this model that starts here without a given one. Blocks while it is made.
+
+    Raises ConfigError if the model was trained with another one.
+    """
     if isinstance(source, TokenFolder):
         return Ids(source.vocab_size)  # a placeholder: it is not known
+    if name is None and model.startswith(PREFIX) and model.endswith(PRETRAINED):
+        place = model.removeprefix(PREFIX).removesuffix(PRETRAINED)
+        own = place if Path(place).is_dir() else HUB + place
+        raise ConfigError(
+            f"--model {model}: was trained with a tokenizer of its own, so text in another one means nothing to it; "
+            f"give --tokenizer {own} (or chars, to train it on characters all the same)"
+        )
     if name is None:
         return Characters()
     say(f"making a tokenizer of {trained_size(name):,} ids from {source.source}")

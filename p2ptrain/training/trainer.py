@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -179,7 +179,8 @@ class Trainer:
             raise
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.grad_clip or math.inf)
         if torch.isfinite(norm):
-            self.optimizer.step(lr_share(self.run, run_step))
+            with within_memory("the optimizer's state", self._device):
+                self.optimizer.step(lr_share(self.run, run_step))
             self._lost_steps = 0
         else:
             self._count_lost_step(run_step)
@@ -378,6 +379,17 @@ def _bytes_per_token(tokenizer: Tokenizer | None, windows: torch.Tensor) -> floa
         return None
     texts = (tokenizer.decode(token for token in window if token != tokenizer.separator) for window in windows.tolist())
     return sum(len(text.encode()) for text in texts) / windows.numel()
+
+
+@contextmanager
+def within_memory(what: str, device: torch.device) -> Iterator[None]:
+    """Raise ConfigError if the device has no memory for something that no smaller batch makes smaller."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise ConfigError(f"{what}: {device} is out of memory; train a smaller model") from error
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -226,6 +226,8 @@ def test_an_estimate_says_which_values_are_assumed() -> None:
         (["join", "-c", "none.toml"], "none.toml: cannot be read"),
         (["peers"], "--initial-peers is required; give the address of a peer"),
         (["generate", "none"], "none: no such directory"),
+        (["join", "--data", "~nobody-of-this-name/text"], "--data ~nobody-of-this-name/text: "),
+        (["join", "--run-key", "~nobody-of-this-name/key"], "~nobody-of-this-name/key"),
         (["estimate"], "--params is required; give the number of parameters, such as 124M, or --model"),
         (["estimate", "--params", "12X"], "--params: '12X' must be a number of parameters from 1k to 1000B"),
         (["estimate", "--params", "5M", "--rate", "0"], "--rate: 0.0 must be between 0.01 and 1000000"),
@@ -268,6 +270,13 @@ def test_a_simulation_that_cannot_be_written_prints_its_results_and_one_line() -
     assert "loss before" in done.stdout
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception) == "directory out cannot be used (Is a directory); give one that is writable"
+
+
+@pytest.mark.processes
+def test_a_terminal_that_lacks_a_character_shows_another_one() -> None:
+    done = _run("estimate", "--params", "124M", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in done.stdout
 
 
 @pytest.mark.processes

@@ -94,6 +94,28 @@ def test_one_exchange_a_step_of_the_optimizer_with_the_mean_loss_of_its_batches(
     assert (peer.left, peer.waited) == ("closed", False)  # a run without end
 
 
+@pytest.mark.parametrize("tells", [True, False])
+def test_losses_of_manual_optimization_are_not_added_up(tells: bool, tmp_path: Path) -> None:
+    """Its optimizer steps every second batch; the loss is known only if `training_step` returns it."""
+
+    class Manual(type(module(PACKAGES[0]))):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            if batch_idx % 2:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            return loss if tells else None
+
+    join, model = Join(peer := Peer()), Manual()
+    trainer(join, tmp_path).fit(model, batches(2 * LENGTH), batches(1))
+    means = torch.tensor(model.told).view(-1, 4).mean(1).tolist()
+    assert len(peer.losses) == LENGTH
+    assert peer.losses[1::2] == (pytest.approx(means) if tells else [None] * (LENGTH // 2))
+
+
 @pytest.mark.parametrize(("at", "pace", "steps"), [(0, 1.0, 8), (5, 1.0, 3), (0, 2.0, 4), (0, 0.5, 16), (8, 1.0, 0)])
 def test_the_trainer_ends_with_the_run_and_learns_by_its_position(
     tmp_path: Path, at: int, pace: float, steps: int

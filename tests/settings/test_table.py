@@ -498,3 +498,14 @@ def test_every_built_in_model_has_defaults_and_the_demos_are_those_of_the_api() 
 def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"--preset: 'dilocco' must be one of diloco, sparta-124m, noloco"):
         merge({"preset": "dilocco"}, {})
+
+
+def test_what_kubernetes_adds_for_a_service_of_our_name_is_no_setting() -> None:
+    ours = {
+        "P2PTRAIN_PORT": "tcp://10.0.0.1:4001", "P2PTRAIN_SERVICE_HOST": "10.0.0.1", "P2PTRAIN_SERVICE_PORT": "4001",
+        "P2PTRAIN_SERVICE_PORT_P2P": "4001", "P2PTRAIN_PORT_4001_TCP": "tcp://10.0.0.1:4001",
+        "P2PTRAIN_PORT_4001_TCP_PROTO": "tcp", "P2PTRAIN_BOOTSTRAP_PORT_4001_TCP_ADDR": "10.0.0.1",
+        "P2PTRAIN_BOOTSTRAP_PORT": "tcp://10.0.0.1:4001",
+    }  # fmt: skip
+    assert merge({}, ours).sources == merge({}, {}).sources
+    assert merge({}, {"P2PTRAIN_PORT": "4001"}).values["port"] == 4001

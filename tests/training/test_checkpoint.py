@@ -71,9 +71,18 @@ def test_tied_and_overlapping_tensors_are_kept(tmp_path: Path) -> None:
     assert loaded["weight"] is loaded["head"]
 
 
-def test_a_value_that_cannot_be_kept_costs_the_checkpoint_and_says_why(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.x: a checkpoint cannot hold a set; keep only tensors"):
-        checkpoint.save(tmp_path, _checkpoint(1, model={"x": {1}}))
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ({1}, r"model\.x: a checkpoint cannot hold a set"),
+        ({(0, 1): 2}, r"model\.x: a checkpoint cannot hold a dict with such keys"),
+        (torch.ones(2, dtype=torch.complex128), "complex128"),
+        (np.arange(4)[::-1], "negative"),
+    ],
+)
+def test_a_value_that_cannot_be_kept_costs_the_checkpoint_and_says_why(value: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{why}.*; keep only real tensors"):
+        checkpoint.save(tmp_path, _checkpoint(1, model={"x": value}))
     assert not list(tmp_path.iterdir())
 
 

@@ -79,6 +79,17 @@ def test_a_model_is_found_in_a_checkpoint_or_in_the_directory_above(tmp_path: Pa
         load_model(path)
 
 
+def test_a_model_whose_tokenizer_is_missing_is_found_for_those_that_need_none(tmp_path: Path) -> None:
+    model = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=4)
+    info = {"run": RunConfig(model="gpt-demo", run_seed=1, tokenizer="f" * 64).to_dict()}
+    path = checkpoint.save(tmp_path, checkpoint.Checkpoint(3, info, {"model": model.state_dict(), "peer": {}}))
+    found, tokenizer = load_model(path, needs_text=False)
+    assert all(map(torch.equal, found.parameters(), model.parameters()))
+    assert tokenizer.identity == "ids"
+    with pytest.raises(ConfigError, match=r"the run's tokenizer is not there; give it"):
+        load_model(path)
+
+
 def test_a_model_that_has_changed_since_its_checkpoint_is_an_error(tmp_path: Path) -> None:
     model = build("gpt-demo", vocab_size=VOCAB_SIZE + 9, seed=4)
     info = {"run": RunConfig(model="gpt-demo").to_dict()}

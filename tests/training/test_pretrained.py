@@ -11,6 +11,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.training import checkpoint
+from p2ptrain.training.data.tokenizer import IDS
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 
 
@@ -128,6 +129,19 @@ def test_what_is_no_weights_is_refused(tmp_path: Path) -> None:
         for look in (check_weights, read_weights):
             with pytest.raises(ConfigError, match=message):
                 look(tmp_path / name)
+
+
+def test_weights_that_were_trained_with_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    weights = _weights(Model())
+    saved = {name: {"run": {"tokenizer": name}} for name in ("chars", IDS)}
+    paths = {
+        name: checkpoint.save(tmp_path / name, checkpoint.Checkpoint(1, info, {"model": weights, "peer": {}}))
+        for name, info in saved.items()
+    }
+    with pytest.raises(ConfigError, match=r"chars.*: its weights were trained with another tokenizer than this run's"):
+        read_weights(paths["chars"], "bytes")
+    for name, tokenizer in (("chars", "chars"), ("chars", IDS), (IDS, "bytes")):
+        assert _equal(read_weights(paths[name], tokenizer), weights)
 
 
 def test_a_damaged_checkpoint_and_a_cut_file_are_refused(tmp_path: Path) -> None:

@@ -12,9 +12,18 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data.corpus import TextFiles
 from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, train_tokenizer
-from p2ptrain.training.run_tokenizer import tokenizer_of
+from p2ptrain.training.run_tokenizer import first_tokenizer, tokenizer_of
 
 TEXT = "to be or not to be\n" * 9
+
+
+def test_a_pretrained_model_is_not_trained_on_ids_that_it_does_not_know(tmp_path: Path) -> None:
+    source = TextFiles("t", [("t", TEXT)])
+    for model, own in (("hf:a/b:pretrained", "hub:a/b"), (f"hf:{tmp_path}:pretrained", str(tmp_path))):
+        with pytest.raises(ConfigError, match=rf"tokenizer of its own.*give --tokenizer {own} \(or chars"):
+            first_tokenizer(None, model, source, print)
+    for model in ("gpt-demo", "hf:a/b", "my.module:pretrained"):
+        assert first_tokenizer(None, model, source, print).identity == "chars"
 
 
 def test_a_full_disk_leaves_no_half_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -521,6 +521,17 @@ def test_memory_that_never_suffices_is_an_error() -> None:
         several.step(0)
 
 
+def test_memory_that_the_optimizer_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(Small(most=4), TrainingData(CORPUS), RunConfig(total_steps=0), batch_size=4, seed=5)
+
+    def step(lr_share: float) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer.optimizer, "step", step)
+    with pytest.raises(ConfigError, match=r"the optimizer's state: cpu is out of memory; train a smaller model"):
+        trainer.step(0)
+
+
 def test_other_errors_of_a_model_are_its_own() -> None:
     class Broken(Small):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -177,9 +177,9 @@ class Joining:
         """Whether it is our turn to found the run, or a lineage that continues from our checkpoint.
 
         We found the run if all keys were looked up after our announcement, all known peers were dialled, each has told
-        that it has neither a state nor a checkpoint, and our id is the lowest. We continue from our checkpoint if all known peers were dialled
-        and none has a state, or if their state is older. Peers with checkpoints take turns in the order of ids, and the
-        others adopt the lineage of the first one.
+        that it has neither a state nor a checkpoint, and our id is the lowest. We continue from our checkpoint if all
+        known peers were dialled and none has a state, or if their state is older. Peers with checkpoints take turns in
+        the order of ids, and the others adopt the lineage of the first one.
         """
         membership, waited_s = self._membership, trio.current_time() - started
         looked_up = membership.looked_up_again.is_set() and not membership.undecided

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.formatting import count
-from p2ptrain.settings.files import open_file, raise_unreadable
+from p2ptrain.settings.files import open_file, raise_unreadable, user_path
 from p2ptrain.settings.machine import free_memory_bytes
 from p2ptrain.settings.table import BUILTIN_DATA
 from p2ptrain.training.data.text import (
@@ -133,7 +133,7 @@ def read_texts(source: str) -> TextFiles:
     """
     if source == BUILTIN_DATA:
         return TextFiles(source, _decoded(source, _stdlib_files()))
-    path = Path(source).expanduser()
+    path = user_path(source)
     try:
         if path.is_dir():
             binary: list[Path] = []

@@ -20,7 +20,7 @@ import zstandard
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.settings.files import raise_unreadable
+from p2ptrain.settings.files import raise_unreadable, user_path
 from p2ptrain.training.data.text import (
     COMPRESSED,
     HOLDS_ZEROS,
@@ -83,7 +83,7 @@ def find_units(sources: tuple[str, ...], split: str, say: Callable[[str], None])
     """
     units: list[Unit] = []
     for source in sources:
-        path = Path(source).expanduser()
+        path = user_path(source)
         if source.startswith(DATASET) or any((path / name).is_file() for name in SAVED_DATASET):
             found = _dataset_units(source, split)
         elif path.is_file() or path.is_dir():
@@ -317,7 +317,7 @@ def _dataset(source: str, split: str) -> Any:
             raise OSError("the hub does not answer")
         if source.startswith(DATASET):
             return datasets.load_dataset(name, config or None, split=split, streaming=True)
-        found = datasets.load_from_disk(str(Path(source).expanduser()))
+        found = datasets.load_from_disk(str(user_path(source)))
         return (found[split] if isinstance(found, datasets.DatasetDict) else found).to_iterable_dataset()
 
 

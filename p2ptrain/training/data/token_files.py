@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import MAX_VOCAB_SIZE
-from p2ptrain.settings.files import open_file
+from p2ptrain.settings.files import open_file, user_path
 from p2ptrain.training.data.corpus import HELD_OUT_ONE_IN, Corpus
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, read_meta
 from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE, IDS, Tokenizer
@@ -36,6 +36,8 @@ HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
 NUMPY_MAGIC = b"\x93NUMPY"
 NUMPY = (".npy", ".npz")
 # Usual names of the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
+# Of `p2ptrain data prepare`.
+_SHARD = re.compile(r"(train|val)-\d{6}\.bin")
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
 # Files may be larger than memory. To guess the width of ids without a header, so many stretches of so many are read.
 _STRETCHES, _STRETCH = 16, 1024
@@ -189,7 +191,7 @@ class TokenFolder:
 
 def open_tokens(source: str) -> TokenFolder | None:
     """Map a folder of token files, or one .bin file; None if `source` is neither. Raises ConfigError for bad files."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     try:
         if (path / META_FILE).is_file():
             return _prepared(path, read_meta(path))
@@ -269,6 +271,11 @@ def _open(path: Path) -> TokenFile:
             f"docs/use/data.md says if they are above 65,535"
         )
     if magic not in HEADERS:
+        if _SHARD.fullmatch(path.name):
+            raise ConfigError(
+                f"--data {path}: was made by `p2ptrain data prepare`, and {META_FILE} says what its ids are; give the "
+                f"whole directory"
+            )
         file = _mapped(path, np.dtype("<u2"), 0)
         if width := _wider_than_two_bytes(file.ids):
             raise ConfigError(

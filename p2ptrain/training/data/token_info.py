@@ -10,6 +10,7 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.formatting import count
+from p2ptrain.settings.files import user_path
 from p2ptrain.training.checkpoint import file_sha256
 from p2ptrain.training.data.meta import META_FILE, read_meta
 from p2ptrain.training.data.token_files import TokenFile, open_tokens
@@ -80,7 +81,7 @@ def describe(directory: Path, *, check: bool, tokenizer_name: str | None = None)
     vocab_size = folder.vocab_size if tokenizer is None else tokenizer.vocab_size
     if tokenizer is not None:
         folder.check_tokenizer(tokenizer)
-    path = directory.expanduser()
+    path = user_path(directory)
     meta = read_meta(path) if (path / META_FILE).is_file() else None
     if check:
         for shard in meta.shards if meta is not None else ():

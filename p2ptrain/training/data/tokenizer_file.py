@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import MAX_VOCAB_SIZE
-from p2ptrain.settings.files import open_file
+from p2ptrain.settings.files import open_file, user_path
 from p2ptrain.training.data.tokenizer import (
     BYTES,
     CHARS,
@@ -95,9 +95,9 @@ def find_tokenizer(name: str) -> Tokenizer | None:
         return None
     if name.startswith(HUB):
         return TokenizerFile(_from_hub(name.removeprefix(HUB)), f"--tokenizer {name}")
-    path = Path(name).expanduser()
-    path = path / TOKENIZER_FILE if path.is_dir() else path
+    path = user_path(name)
     try:
+        path = path / TOKENIZER_FILE if path.is_dir() else path
         with open_file(path) as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
         return TokenizerFile(content, f"--tokenizer {name}")

@@ -260,6 +260,15 @@ def test_a_folder_without_files_to_train_on_is_an_error(tmp_path: Path) -> None:
         open_tokens(str(tmp_path))
 
 
+@pytest.mark.parametrize("given", [".", "train-000000.bin"])
+def test_files_of_data_prepare_are_not_read_without_what_describes_them(given: str, tmp_path: Path) -> None:
+    """With `chars`, an id has one byte."""
+    for name in ("train", "val"):
+        (tmp_path / f"{name}-000000.bin").write_bytes(bytes(100))
+    with pytest.raises(ConfigError, match=r"was made by `p2ptrain data prepare`.*give the whole directory"):
+        open_tokens(str(tmp_path / given))
+
+
 def test_a_folder_of_text_is_none_of_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     assert open_tokens(str(tmp_path)) is None

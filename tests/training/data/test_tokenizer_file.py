@@ -82,6 +82,8 @@ def test_a_tokenizer_is_found_by_its_name(trained: TokenizerFile, tmp_path: Path
         ("ids:0", "--tokenizer ids:0: must be ids:N"),
         ("ids:9999999", "--tokenizer ids:9999999: must be ids:N"),
         ("train:８１９２", "must be train:N"),
+        ("~nobody-of-this-name/x.json", "--tokenizer ~nobody-of-this-name/x.json: cannot be read"),
+        (300 * "x", "--tokenizer x+: cannot be read .File name too long"),
         ("nowhere.json", "--tokenizer nowhere.json: cannot be read.*give chars, bytes, a tokenizer.json, hub:NAME"),
     ],
 )

@@ -90,9 +90,8 @@ def main() -> None:
     logging.getLogger("zeroconf").propagate = False
     # Containers and service managers stop programs with SIGTERM: treat it as Ctrl-C from the start.
     interrupt_on_signals()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal or a log may not have all characters of a text
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or a log may not have all characters of a text
+        sys.stdout.reconfigure(errors="replace")
     rank = rank_of(os.environ)
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end); rank 0 prints

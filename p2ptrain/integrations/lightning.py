@@ -70,9 +70,11 @@ class P2PCallback(Callback):
         self._monitor = monitor
         self._restored: dict[str, Any] | None = None
         self._in_run = self._told_failure = False
-        # Since the last step, the last recorded loss: samples; sum of losses, on the device, and number of steps.
-        self._samples = self._losses = self._loss_steps = 0
+        # Since the last step: samples. Since the last recorded loss: sum of losses, on the device; steps that have a
+        # loss, where a batch is a part of one; steps.
+        self._samples = self._loss_steps = 0
         self._loss_sum: torch.Tensor | float = 0.0
+        self._steps_summed = 0.0
         self._optimizer_steps = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,8 +95,8 @@ class P2PCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count. Optimizers, schedules and progress have been restored from a checkpoint by now."""
-        self._samples = self._losses = self._loss_steps = 0
-        self._loss_sum = 0.0
+        self._samples = self._loss_steps = 0
+        self._loss_sum = self._steps_summed = 0.0
         self._optimizer_steps = trainer.global_step
         assert self.peer is not None
         warn_of_schedulers((schedule.scheduler for schedule in trainer.lr_scheduler_configs), self.peer.run)
@@ -109,7 +111,7 @@ class P2PCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):  # divided by the number of batches that are accumulated
             self._loss_sum = self._loss_sum + loss.detach()
-            self._losses += 1
+            self._steps_summed += 1 / trainer.accumulate_grad_batches
         if trainer.global_step == self._optimizer_steps:
             return
         self._optimizer_steps = trainer.global_step
@@ -164,9 +166,8 @@ class P2PCallback(Callback):
         self._loss_steps += 1
         if trainer.log_every_n_steps == 0 or self._loss_steps % trainer.log_every_n_steps:
             return None
-        batches = self._losses / trainer.accumulate_grad_batches
-        mean = float(self._loss_sum) / batches if batches else None
-        self._loss_sum, self._losses, self._loss_steps = 0.0, 0, 0
+        mean = float(self._loss_sum) / self._steps_summed if self._steps_summed else None
+        self._loss_sum, self._steps_summed, self._loss_steps = 0.0, 0.0, 0
         return mean
 
     def _follow_the_run(self, trainer: Trainer) -> None:

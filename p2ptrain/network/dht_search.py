@@ -84,7 +84,8 @@ async def search(node: hivemind.DHTNode, key: Any, timeout_s: float) -> Found:
     with trio.move_on_after(timeout_s):
         async with trio.open_nursery() as nursery:
             ask_more()
-    node.blacklist.ban_counter.clear()  # of failures, by all ids that strangers have named; we ban all for equally long
+    # It counts the failures of each id, also of those that strangers make up. We do not need it: all bans last as long.
+    node.blacklist.ban_counter.clear()
     return found
 
 

@@ -254,16 +254,19 @@ class Gossip:
 
         The uplink's rate is that of the fastest link; before any is measured, that of the slowest line. Each link only
         sheds what is late for its own path: a slow uplink would carry one fragment of each link at once, and none would
-        be complete in time. A receiver that holds a frame back for longer than any may take does not count.
+        be complete in time. A receiver that acknowledges nothing counts only for as long as its
+        frames may take.
         """
-        now = trio.current_time()
-        links = self._context.links.live.values()
-        flows = [link.flow for link in links if link.flow.unacked_s(now) < MIN_PATIENCE_S]
-        # The receiver of a link may hold so many bytes without acknowledging them.
-        under_way = sum(max(0, flow.in_flight - ACK_EVERY_BYTES) for flow in flows)
+        now, flows = trio.current_time(), [link.flow for link in self._context.links.live.values()]
         # A path that was never filled may have a higher rate than it shows.
         is_known = any(flow.is_filled for flow in flows)
         rate_bytes_s = max([0 if is_known else SLOWEST_BYTES_S, *(flow.rate_bytes_s for flow in flows)])
+        # The receiver of a link may hold so many bytes without acknowledging them.
+        under_way = sum(
+            max(0, flow.in_flight - ACK_EVERY_BYTES)
+            for flow in flows
+            if flow.unacked_s(now) < MIN_PATIENCE_S + flow.in_flight / rate_bytes_s
+        )
         most_s = min(until_s - now, MIN_PATIENCE_S / 2)  # heartbeats may have to wait as long
         return under_way > 0 and (under_way + size_bytes) / rate_bytes_s > most_s
 

@@ -26,9 +26,9 @@ from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 from p2ptrain.settings.ticket import Ticket, ticket_text
 
-# What Kubernetes and `docker --link` add for a service whose name begins with "p2ptrain".
+# What Kubernetes adds for a service whose name begins with "p2ptrain".
 _OF_SERVICES = re.compile(
-    r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=|_PORT=(tcp|udp|sctp)://", re.ASCII
+    r"\w+_(SERVICE_(HOST|PORT)(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=|PORT=(tcp|udp|sctp)://)", re.ASCII
 )
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -183,7 +183,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
     variables = {
         name: text
         for name, text in environ.items()
-        if name.startswith(ENV_PREFIX) and text and not _OF_SERVICES.search(f"{name}={text}")
+        if name.startswith(ENV_PREFIX) and text and not _OF_SERVICES.match(f"{name}={text}")
     }
     known = {setting.variable for setting in SETTINGS.values()} | {CONFIG_VARIABLE}
     for variable in sorted(variables):

@@ -82,10 +82,13 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         _sync(out)
     except Exception as error:
         shutil.rmtree(building, ignore_errors=True)
-        reason, fix = getattr(error, "strerror", None) or error, "free space there, or give another --out"
-        if not isinstance(error, (OSError, SafetensorError)):
+        reason = getattr(error, "strerror", None) or str(error) or repr(error)
+        fix = "free space there, or give another --out"
+        if isinstance(error, (TypeError, ValueError, KeyError)):
             # A model's state may have what its get_extra_state() returns, and tensors of types that have no name there.
             fix = "keep only real tensors, numbers, texts, and lists or dictionaries of them in that state"
+        elif not isinstance(error, (OSError, SafetensorError)):
+            fix = "the next checkpoint may succeed; if it is for lack of memory, give the process more"
         raise CheckpointError(f"cannot write {target}: {reason}; {fix}") from error
     # Checkpoints with a damaged manifest are removed first.
     spare = sorted(checkpoints(out), key=lambda path: _serial(path) is None)[KEEP:]

@@ -90,11 +90,21 @@ class InnerOptimizer:
             self._all["muon"] = self.muon, lr
 
     def step(self, share: float) -> None:
-        """Take a step at this share of the peak learning rates."""
-        for optimizer, peak in self._all.values():
-            for group in optimizer.param_groups:
-                group["lr"] = share * peak
-            optimizer.step()
+        """Take a step at this share of the peak learning rates.
+
+        The first step makes the state. If it fails there is none: no checkpoint could continue from a part of it.
+        """
+        is_first = not any(optimizer.state for optimizer, _ in self._all.values())
+        try:
+            for optimizer, peak in self._all.values():
+                for group in optimizer.param_groups:
+                    group["lr"] = share * peak
+                optimizer.step()
+        except RuntimeError:
+            if is_first:
+                for optimizer, _ in self._all.values():
+                    optimizer.state.clear()
+            raise
 
     def zero_grad(self) -> None:
         for optimizer, _ in self._all.values():

@@ -38,11 +38,11 @@ def check_weights(path: Path) -> None:
         raise _unreadable(path, error) from error
 
 
-def read_weights(path: Path, tokenizer: str = IDS) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, tokenizer: str) -> dict[str, torch.Tensor]:
     """Read the state dict of a checkpoint, of the newest checkpoint in a directory, or of a .safetensors file.
 
-    It is on the CPU. Raises ConfigError if there is none, it is damaged, or the weights are of a checkpoint of another
-    tokenizer than the one with this identity. What is unknown may be the same one.
+    It is on the CPU. Raises ConfigError if there is none, it is damaged, or it was trained with another tokenizer than
+    the one with this identity. An unknown tokenizer is accepted: it may be the same.
     """
     check_weights(path)
     if path.is_dir():
@@ -50,8 +50,8 @@ def read_weights(path: Path, tokenizer: str = IDS) -> dict[str, torch.Tensor]:
         theirs = saved.info.get("run", {}).get("tokenizer", IDS)
         if IDS not in (theirs, tokenizer) and theirs != tokenizer:
             raise ConfigError(
-                f"--init-from {path}: its weights were trained with another tokenizer than this run's; give it with "
-                f"--tokenizer, such as the tokenizer.json of that run"
+                f"--init-from {path}: its weights were trained with another tokenizer than this run's; give "
+                f"--tokenizer with the tokenizer.json of those weights"
             )
         weights: dict[str, torch.Tensor] = saved.state["model"]
         return weights

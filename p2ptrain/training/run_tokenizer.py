@@ -23,7 +23,7 @@ from p2ptrain.training.data.tokenizer_file import (
     train_tokenizer,
     trained_size,
 )
-from p2ptrain.training.models.hf import PREFIX, PRETRAINED
+from p2ptrain.training.models.hf import pretrained_place
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +49,16 @@ def given_tokenizer(name: str | None, source: Source) -> Tokenizer | None:
 def first_tokenizer(name: str | None, model: str, source: Source, say: Callable[[str], None]) -> Tokenizer:
     """The tokenizer for a run of this model that starts here without a given one. Blocks while it is made.
 
-    Raises ConfigError if the model was trained with another one.
+    A pretrained model has its own, unless another one is named. Raises ConfigError if it cannot be had.
     """
     if isinstance(source, TokenFolder):
         return Ids(source.vocab_size)  # a placeholder: it is not known
-    if name is None and model.startswith(PREFIX) and model.endswith(PRETRAINED):
-        place = model.removeprefix(PREFIX).removesuffix(PRETRAINED)
-        own = place if Path(place).is_dir() else HUB + place
-        raise ConfigError(
-            f"--model {model}: was trained with a tokenizer of its own, so text in another one means nothing to it; "
-            f"give --tokenizer {own} (or chars, to train it on characters all the same)"
-        )
+    if name is None and (own := pretrained_place(model)) is not None:
+        own = own if Path(own).is_dir() else HUB + own
+        say(f"using the model's own tokenizer: --tokenizer {own}")
+        found = find_tokenizer(own)
+        assert found is not None
+        return found
     if name is None:
         return Characters()
     say(f"making a tokenizer of {trained_size(name):,} ids from {source.source}")

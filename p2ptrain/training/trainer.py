@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from p2ptrain.algorithms.metrics import sample_indices
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.peer.sharding import fsdp_modules
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
@@ -179,7 +179,7 @@ class Trainer:
             raise
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.grad_clip or math.inf)
         if torch.isfinite(norm):
-            with within_memory("the optimizer's state", self._device):
+            with within_memory("the optimizer", self._device):
                 self.optimizer.step(lr_share(self.run, run_step))
             self._lost_steps = 0
         else:
@@ -383,13 +383,17 @@ def _bytes_per_token(tokenizer: Tokenizer | None, windows: torch.Tensor) -> floa
 
 @contextmanager
 def within_memory(what: str, device: torch.device) -> Iterator[None]:
-    """Raise ConfigError if the device has no memory for something that no smaller batch makes smaller."""
+    """Raise TransientError if the device has no memory for something whose size does not depend on the batch.
+
+    Another process may have it: one that has just been told to end, for example.
+    """
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        raise ConfigError(f"{what}: {device} is out of memory; train a smaller model") from error
+        fix = "end what else uses its memory, or train a smaller model"
+        raise TransientError(f"{what}: {device} is out of memory; {fix}") from error
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

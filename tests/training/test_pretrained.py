@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,8 @@ def test_weights_come_from_a_file_a_checkpoint_and_a_directory_of_them(tmp_path:
     newest = checkpoint.save(tmp_path / "out", checkpoint.Checkpoint(4, {}, {"model": weights, "peer": {}}))
     for place in (tmp_path / "weights.safetensors", newest, tmp_path / "out"):
         check_weights(place)
-        assert _equal(read_weights(place), weights)
-    assert read_weights(older).keys() == {"w"}
+        assert _equal(read_weights(place, IDS), weights)
+    assert read_weights(older, IDS).keys() == {"w"}
 
 
 def test_parameters_and_buffers_are_taken_over() -> None:
@@ -126,7 +127,7 @@ def test_what_is_no_weights_is_refused(tmp_path: Path) -> None:
         "none.safetensors": r"none\.safetensors: cannot be read \(No such file or directory\); give",
         "text": r"text: is not a complete safetensors file \(.*\); write one with",
     }.items():
-        for look in (check_weights, read_weights):
+        for look in (check_weights, partial(read_weights, tokenizer=IDS)):
             with pytest.raises(ConfigError, match=message):
                 look(tmp_path / name)
 
@@ -154,7 +155,7 @@ def test_a_damaged_checkpoint_and_a_cut_file_are_refused(tmp_path: Path) -> None
     path = checkpoint.save(tmp_path, checkpoint.Checkpoint(4, {}, {"model": weights}))
     (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"damaged.*give another checkpoint"):
-        read_weights(path)
+        read_weights(path, IDS)
 
 
 def test_a_module_of_ones_own_may_be_called_module() -> None:

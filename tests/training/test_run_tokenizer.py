@@ -17,11 +17,13 @@ from p2ptrain.training.run_tokenizer import first_tokenizer, tokenizer_of
 TEXT = "to be or not to be\n" * 9
 
 
-def test_a_pretrained_model_is_not_trained_on_ids_that_it_does_not_know(tmp_path: Path) -> None:
-    source = TextFiles("t", [("t", TEXT)])
-    for model, own in (("hf:a/b:pretrained", "hub:a/b"), (f"hf:{tmp_path}:pretrained", str(tmp_path))):
-        with pytest.raises(ConfigError, match=rf"tokenizer of its own.*give --tokenizer {own} \(or chars"):
-            first_tokenizer(None, model, source, print)
+def test_a_pretrained_model_has_its_own_tokenizer(tmp_path: Path) -> None:
+    source, model = TextFiles("t", [("t", TEXT)]), f"hf:{tmp_path}:pretrained"
+    with pytest.raises(ConfigError, match=rf"--tokenizer {tmp_path}: cannot be read"):
+        first_tokenizer(None, model, source, print)
+    own = train_tokenizer([TEXT], 300)
+    (tmp_path / TOKENIZER_FILE).write_bytes(own.file)
+    assert first_tokenizer(None, model, source, print).identity == own.identity
     for model in ("gpt-demo", "hf:a/b", "my.module:pretrained"):
         assert first_tokenizer(None, model, source, print).identity == "chars"
 

@@ -8,6 +8,7 @@ costs that attempt, a decided round that cannot be applied costs a download of t
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -395,7 +396,7 @@ class RoundDriver:
             return three_intervals_s
         left_s = max(0.0, run.round_timeout_s - self._schedule.at_length_for_s(trio.current_time()))
         # A peer that was restarted at the end does not know how long an interval takes.
-        return min(three_intervals_s or left_s, left_s / 2)
+        return min(three_intervals_s or math.inf, left_s / 2)
 
     def _waits(self, now: float) -> bool:
         is_landing = self._head_votes.is_landing(self.context.liveness.present())

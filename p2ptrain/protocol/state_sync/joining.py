@@ -176,7 +176,7 @@ class Joining:
     def _should_found(self, started: float) -> bool:
         """Whether it is our turn to found the run, or a lineage that continues from our checkpoint.
 
-        We found the run if all keys were looked up after our announcement, all known peers were dialled, each has told
+        We found the run if all keys were looked up after our announcement, all known peers were dialled, each has said
         that it has neither a state nor a checkpoint, and our id is the lowest. We continue from our checkpoint if all
         known peers were dialled and none has a state, or if their state is older. Peers with checkpoints take turns in
         the order of ids, and the others adopt the lineage of the first one.
@@ -197,14 +197,15 @@ class Joining:
                 )
             return False
         me, trainers = self._context.peer_id, self._context.links.trainers()
+        if any(link.beat is None for link in trainers) and waited_s <= ADOPT_TIMEOUT_S:
+            return False
         restoring = [link.peer_id for link in trainers if link.beat and link.beat.genesis and not link.beat.lineage]
         if self._restored is not None:
             lower = sum(peer_id < me for peer_id in restoring)
             return waited_s > FOUND_AFTER_S + RESTORE_TURN_S * min(lower, MAX_TURNS)
         # The peers that we wait for may be liars, so we do not wait for ever; but still in turn.
         lower = sum(link.peer_id < me for link in trainers)
-        awaited = restoring or lower or any(link.beat is None for link in trainers)
-        patience_s = ADOPT_TIMEOUT_S + RESTORE_TURN_S * lower if awaited else FOUND_AFTER_S
+        patience_s = ADOPT_TIMEOUT_S + RESTORE_TURN_S * lower if restoring or lower else FOUND_AFTER_S
         return waited_s > patience_s
 
     def _may_choose(self, started: float) -> bool:

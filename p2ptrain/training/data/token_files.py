@@ -36,9 +36,9 @@ HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
 NUMPY_MAGIC = b"\x93NUMPY"
 NUMPY = (".npy", ".npz")
 # Usual names of the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
-# Of `p2ptrain data prepare`.
-_SHARD = re.compile(r"(train|val)-\d{6}\.bin")
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
+# A file of `p2ptrain data prepare`.
+_SHARD = re.compile(r"(train|val)-\d{6}\.bin")
 # Files may be larger than memory. To guess the width of ids without a header, so many stretches of so many are read.
 _STRETCHES, _STRETCH = 16, 1024
 # To find ids beyond the vocabulary in larger files, this many stretches of this many ids are read in all, and at least
@@ -200,8 +200,6 @@ def open_tokens(source: str) -> TokenFolder | None:
         if (path / UNFINISHED).is_dir():
             raise ConfigError(f"--data {source}: is not finished; run the same `p2ptrain data prepare` again")
         bins = [file for file in sorted(path.glob("*.bin")) if _NAMED.search(file.stem)] if path.is_dir() else []
-        if bins and (path / TOKENIZER_FILE).exists():
-            raise ConfigError(f"--data {source}: its {META_FILE} is missing; copy the whole directory")
         return _given(source, bins) if bins else None
     except OSError as error:
         raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror}); check it") from error
@@ -273,8 +271,8 @@ def _open(path: Path) -> TokenFile:
     if magic not in HEADERS:
         if _SHARD.fullmatch(path.name):
             raise ConfigError(
-                f"--data {path}: was made by `p2ptrain data prepare`, and {META_FILE} says what its ids are; give the "
-                f"whole directory"
+                f"--data {path}: has a name of `p2ptrain data prepare`, whose {META_FILE} says what its ids are; give "
+                f"the whole directory, with that file, or rename this one if it has ids of 2 bytes"
             )
         file = _mapped(path, np.dtype("<u2"), 0)
         if width := _wider_than_two_bytes(file.ids):

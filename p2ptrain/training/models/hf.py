@@ -68,7 +68,7 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     if positions is not None and context > int(positions):
         raise ConfigError(f"--context {context}: must be at most {positions}, the positions of --model {name}")
     context = context or (MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions)))
-    if not name.endswith(PRETRAINED):
+    if pretrained_place(name) is None:
         return CausalLM(_from_config(config, name, vocab_size).float(), context)
     with _building(name, is_hub_silent=_is_hub_silent(name, is_local)):
         model, loaded = _transformers().AutoModelForCausalLM.from_pretrained(
@@ -108,6 +108,11 @@ def _config(name: str) -> tuple[Any, bool]:
 def _is_hub_silent(name: str, is_local: bool) -> bool:
     """Whether only the cache is read, as the hub does not answer."""
     return is_local and not Path(_path(name)).is_dir()
+
+
+def pretrained_place(name: str) -> str | None:
+    """The name or directory of a model that begins with its own weights; None if it is another one."""
+    return _path(name) if name.startswith(PREFIX) and name.endswith(PRETRAINED) else None
 
 
 def _path(name: str) -> str:

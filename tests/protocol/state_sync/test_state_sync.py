@@ -1188,3 +1188,23 @@ def test_a_joiner_founds_no_run_while_a_linked_peer_has_told_nothing(latency_s: 
             assert not joiner.node.state_sync.joining.founded
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("restored", [None, object()])
+def test_nobody_begins_a_history_before_the_first_heartbeat_of_a_linked_peer(restored: Any) -> None:
+    async def main() -> None:
+        link = SimpleNamespace(peer_id="b", beat=None)
+        joining: Any = Joining.__new__(Joining)
+        joining._membership = SimpleNamespace(looked_up_again=trio.Event(), undecided=False)
+        joining._membership.looked_up_again.set()
+        joining._context = SimpleNamespace(peer_id="a", links=SimpleNamespace(trainers=lambda: [link]))
+        joining._restored, joining._checkpoint = restored, None
+        now = trio.current_time()
+        assert not joining._should_found(now - 100.0)
+        link.beat = SimpleNamespace(genesis="", lineage="")
+        assert not joining._should_found(now - 1.0)
+        assert joining._should_found(now - 2.1)
+        link.beat = None
+        assert joining._should_found(now - 120.1)  # it may be a liar
+
+    run_virtual(main)

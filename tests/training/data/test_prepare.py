@@ -273,7 +273,7 @@ def test_text_of_an_archive_is_none(tmp_path: Path) -> None:
 def test_a_directory_without_its_meta_is_not_taken_for_another_kind(tmp_path: Path) -> None:
     _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer="train:300")
     (tmp_path / "out" / "meta.json").unlink()
-    with pytest.raises(ConfigError, match=r"its meta.json is missing; copy the whole directory"):
+    with pytest.raises(ConfigError, match=r"whose meta.json says what its ids are; give the whole directory"):
         open_tokens(str(tmp_path / "out"))
 
 

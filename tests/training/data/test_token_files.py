@@ -265,7 +265,7 @@ def test_files_of_data_prepare_are_not_read_without_what_describes_them(given: s
     """With `chars`, an id has one byte."""
     for name in ("train", "val"):
         (tmp_path / f"{name}-000000.bin").write_bytes(bytes(100))
-    with pytest.raises(ConfigError, match=r"was made by `p2ptrain data prepare`.*give the whole directory"):
+    with pytest.raises(ConfigError, match=r"has a name of `p2ptrain data prepare`.*give the whole directory"):
         open_tokens(str(tmp_path / given))
 
 

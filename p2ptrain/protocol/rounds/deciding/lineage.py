@@ -15,7 +15,7 @@ from p2ptrain.settings.config import RunConfig
 # Each peer waits this long for each linked one with a lower id (guess; three heartbeats of a small swarm), but for so
 # many at most, and for an answer about a claimed state at most this long: claims cost nothing.
 TURN_S, MAX_TURNS, ANSWER_S = 3.0, 3, 10.0
-# The same turn where missing voters may come back: others may have missed them later (guess).
+# The same turn where missing voters may come back: other peers may have lost them later (guess).
 LOST_TURN_S = 60.0
 # Changes of the head that are remembered, other than to the next round, in at most 35 MB (computed). A peer whose line
 # fails every hour has two in each outage, so this is for years. With more, only a restart helps.

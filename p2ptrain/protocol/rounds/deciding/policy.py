@@ -79,7 +79,8 @@ def averageable(
 ) -> dict[PeerId, Join]:
     """Drop the least linked members until some member that is not avoided is linked to all that remain.
 
-    Links count that both sides name, first those with voters: strangers may join, and name whom they like.
+    A link counts only if both sides name it, as strangers may join, and name whom they like. Those with voters count
+    first.
 
     All members if at most half would be left: a member may name too few links. But strangers that join may be most
     members, so most of the voters are enough if one of them can reduce, or if otherwise none could. `avoided`: as for

@@ -83,12 +83,12 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
     except Exception as error:
         shutil.rmtree(building, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error) or repr(error)
-        fix = "free space there, or give another --out"
-        if isinstance(error, (TypeError, ValueError, KeyError)):
-            # A model's state may have what its get_extra_state() returns, and tensors of types that have no name there.
+        if isinstance(error, (OSError, SafetensorError)):
+            fix = "free space there, or give another --out"
+        elif isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+            fix = "there is no memory for it now"
+        else:  # a model's state may have what its get_extra_state() returns, and tensors of unusual types
             fix = "keep only real tensors, numbers, texts, and lists or dictionaries of them in that state"
-        elif not isinstance(error, (OSError, SafetensorError)):
-            fix = "the next checkpoint may succeed; if it is for lack of memory, give the process more"
         raise CheckpointError(f"cannot write {target}: {reason}; {fix}") from error
     # Checkpoints with a damaged manifest are removed first.
     spare = sorted(checkpoints(out), key=lambda path: _serial(path) is None)[KEEP:]

@@ -54,9 +54,13 @@ def first_tokenizer(name: str | None, model: str, source: Source, say: Callable[
     if isinstance(source, TokenFolder):
         return Ids(source.vocab_size)  # a placeholder: it is not known
     if name is None and (own := pretrained_place(model)) is not None:
-        own = own if Path(own).is_dir() else HUB + own
+        own = str(Path(own).absolute()) if Path(own).is_dir() else HUB + own
         say(f"using the model's own tokenizer: --tokenizer {own}")
-        found = find_tokenizer(own)
+        try:
+            found = find_tokenizer(own)
+        except ConfigError as error:
+            fix = "or give token files of its ids as --data, or --tokenizer chars to train it on characters anyway"
+            raise type(error)(f"{error}; {fix}") from error
         assert found is not None
         return found
     if name is None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from p2ptrain.algorithms.metrics import sample_indices
-from p2ptrain.errors import ConfigError, TransientError
+from p2ptrain.errors import ConfigError
 from p2ptrain.peer.sharding import fsdp_modules
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
@@ -383,17 +383,14 @@ def _bytes_per_token(tokenizer: Tokenizer | None, windows: torch.Tensor) -> floa
 
 @contextmanager
 def within_memory(what: str, device: torch.device) -> Iterator[None]:
-    """Raise TransientError if the device has no memory for something whose size does not depend on the batch.
-
-    Another process may have it: one that has just been told to end, for example.
-    """
+    """Raise ConfigError if the device has no memory for something whose size does not depend on the batch."""
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        fix = "end what else uses its memory, or train a smaller model"
-        raise TransientError(f"{what}: {device} is out of memory; {fix}") from error
+        fix = "train a smaller model, or end what else uses its memory"
+        raise ConfigError(f"{what}: {device} is out of memory; {fix}") from error
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

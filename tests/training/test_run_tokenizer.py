@@ -17,13 +17,16 @@ from p2ptrain.training.run_tokenizer import first_tokenizer, tokenizer_of
 TEXT = "to be or not to be\n" * 9
 
 
-def test_a_pretrained_model_has_its_own_tokenizer(tmp_path: Path) -> None:
+def test_a_pretrained_model_has_its_own_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, model = TextFiles("t", [("t", TEXT)]), f"hf:{tmp_path}:pretrained"
-    with pytest.raises(ConfigError, match=rf"--tokenizer {tmp_path}: cannot be read"):
+    with pytest.raises(ConfigError, match=rf"--tokenizer {tmp_path}: cannot be read.*or give token files"):
         first_tokenizer(None, model, source, print)
     own = train_tokenizer([TEXT], 300)
     (tmp_path / TOKENIZER_FILE).write_bytes(own.file)
     assert first_tokenizer(None, model, source, print).identity == own.identity
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path.parent / "chars").symlink_to(tmp_path)
+    assert first_tokenizer(None, "hf:chars:pretrained", source, print).identity == own.identity
     for model in ("gpt-demo", "hf:a/b", "my.module:pretrained"):
         assert first_tokenizer(None, model, source, print).identity == "chars"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from p2ptrain.errors import ConfigError, TransientError
+from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus
 from p2ptrain.training.inner_optimizer import InnerOptimizer, hidden_matrices, lr_share
@@ -526,20 +526,20 @@ def test_memory_that_the_optimizer_lacks_is_an_error_and_leaves_no_part_of_a_sta
 ) -> None:
     trainer = Trainer(Small(most=4), TrainingData(CORPUS), RunConfig(total_steps=0), batch_size=4, seed=5)
     optimizer, step = trainer.optimizer.adamw, trainer.optimizer.adamw.step
-    said = r"the optimizer: cpu is out of memory; end what else uses its memory, or train a smaller model"
+    said = r"the optimizer: cpu is out of memory; train a smaller model, or end what else uses its memory"
 
     def lack() -> None:
         step()
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(optimizer, "step", lack)
-    with pytest.raises(TransientError, match=said):
+    with pytest.raises(ConfigError, match=said):
         trainer.step(0)
     assert not optimizer.state
     monkeypatch.undo()
     trainer.step(0)
     monkeypatch.setattr(optimizer, "step", lack)
-    with pytest.raises(TransientError, match=said):
+    with pytest.raises(ConfigError, match=said):
         trainer.step(0)
     assert optimizer.state
 

@@ -104,6 +104,8 @@ class Joining:
         self._skipped: dict[tuple[PeerId, str], float] = {}
         self._checkpoint = None if restored is None else Checkpoint(restored, driver.context)
         self._looked_up_s = math.inf
+        # For how long the first heartbeats of linked peers were waited for.
+        self._unheard_s = 0.0
 
     @property
     def genesis(self) -> str:
@@ -198,11 +200,12 @@ class Joining:
             return False
         me, trainers = self._context.peer_id, self._context.links.trainers()
         if any(link.beat is None for link in trainers) and waited_s <= ADOPT_TIMEOUT_S:
+            self._unheard_s = waited_s
             return False
         restoring = [link.peer_id for link in trainers if link.beat and link.beat.genesis and not link.beat.lineage]
         if self._restored is not None:
             lower = sum(peer_id < me for peer_id in restoring)
-            return waited_s > FOUND_AFTER_S + RESTORE_TURN_S * min(lower, MAX_TURNS)
+            return waited_s - self._unheard_s > FOUND_AFTER_S + RESTORE_TURN_S * min(lower, MAX_TURNS)
         # The peers that we wait for may be liars, so we do not wait for ever; but still in turn.
         lower = sum(link.peer_id < me for link in trainers)
         patience_s = ADOPT_TIMEOUT_S + RESTORE_TURN_S * lower if restoring or lower else FOUND_AFTER_S

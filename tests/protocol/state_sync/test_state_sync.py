@@ -1198,13 +1198,16 @@ def test_nobody_begins_a_history_before_the_first_heartbeat_of_a_linked_peer(res
         joining._membership = SimpleNamespace(looked_up_again=trio.Event(), undecided=False)
         joining._membership.looked_up_again.set()
         joining._context = SimpleNamespace(peer_id="a", links=SimpleNamespace(trainers=lambda: [link]))
-        joining._restored, joining._checkpoint = restored, None
+        joining._restored, joining._checkpoint, joining._unheard_s = restored, None, 0.0
         now = trio.current_time()
-        assert not joining._should_found(now - 100.0)
+        assert not joining._should_found(now - 10.0)
         link.beat = SimpleNamespace(genesis="", lineage="")
         assert not joining._should_found(now - 1.0)
-        assert joining._should_found(now - 2.1)
+        # Peers with checkpoints take turns, which begin when all have been heard.
+        assert joining._should_found(now - 10.1) == (restored is None)
+        assert joining._should_found(now - 12.1)
         link.beat = None
-        assert joining._should_found(now - 120.1)  # it may be a liar
+        assert not joining._should_found(now - 119.9)
+        assert joining._should_found(now - 122.1)  # it may be a liar
 
     run_virtual(main)

@@ -35,6 +35,7 @@ from p2ptrain.protocol.node.config import LocalPolicy, NetworkAccess, NodeStart,
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
+from p2ptrain.protocol.rounds.deciding.history import History
 from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.state_sync.transfer import ModelBuffers
 from p2ptrain.protocol.wire import messages
@@ -392,3 +393,12 @@ def after(s: Swarm, time_s: float, size: int) -> bool:
 def kind_of(packet: bytes) -> int:
     """The number of a packet's message kind."""
     return packet[1]
+
+
+def checkpoint_of(s: Swarm, name: str) -> Restored:
+    """What a peer would save now."""
+    node, exchange = s.peers[name].node, s.peers[name].exchange
+    state = exchange.new_state()
+    state.copy_from(node.state)
+    history = History(node.driver.history.genesis, node.driver.history.entries)
+    return Restored(state, node.driver.head, exchange.run_step, history, exchange.tokens)

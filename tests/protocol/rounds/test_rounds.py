@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -15,14 +15,23 @@ import trio
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.slices import Slice
-from p2ptrain.protocol.rounds.deciding.history import History
 from p2ptrain.protocol.rounds.landing import commit
 from p2ptrain.protocol.rounds.moving import reducer, snapshot
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
-from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Attempt, Call, Reduce, Request
 from p2ptrain.protocol.wire.transport import Compute
-from tests.protocol.swarm import RUN, Witness, Worker, common, run_virtual, start_all, swarm
+from tests.protocol.swarm import (
+    RUN,
+    Swarm,
+    TestPeer,
+    Witness,
+    Worker,
+    checkpoint_of,
+    common,
+    run_virtual,
+    start_all,
+    swarm,
+)
 
 
 def test_four_peers_commit_the_weighted_mean_of_all_four() -> None:
@@ -181,6 +190,12 @@ def test_intervals_follow_speeds_and_tokens_weigh() -> None:
     run_virtual(main)
 
 
+async def end_with_one_state(s: Swarm, peers: Collection[TestPeer], within_s: float) -> None:
+    """Wait until all have landed the run's last round, and check that they have the same state."""
+    await s.until(lambda: all(peer.exchange.finished for peer in peers), within_s=within_s)
+    assert len({peer.node.driver.head.state_hash for peer in peers}) == 1
+
+
 @pytest.mark.parametrize("cut_s", [55, 200])
 def test_who_is_cut_off_at_the_end_does_not_end_alone(cut_s: float) -> None:
     async def main() -> None:
@@ -191,8 +206,7 @@ def test_who_is_cut_off_at_the_end_does_not_end_alone(cut_s: float) -> None:
             s.network.partition(["c"], ["a", "b"])
             await trio.sleep(cut_s)
             s.network.partition()
-            await s.until(lambda: all(peer.exchange.finished for peer in s.peers.values()), within_s=300)
-            assert len({peer.node.driver.head.state_hash for peer in s.peers.values()}) == 1
+            await end_with_one_state(s, s.peers.values(), within_s=300)
 
     run_virtual(main)
 
@@ -208,10 +222,8 @@ def test_a_peer_that_was_restarted_at_the_end_and_is_cut_off_does_not_end_alone(
             await s.until(lambda: s.peers["c"].exchange.run_step >= 700, within_s=800)
             s.peers["a"].paused = s.peers["b"].paused = True  # slower
             await s.until(lambda: s.peers["c"].exchange.at_length, within_s=200)
-            node, exchange = s.peers["c"].node, s.peers["c"].exchange
-            history = History(node.driver.history.genesis, list(node.driver.history.entries))
-            restored = Restored(node.state, node.driver.head, exchange.run_step, history, exchange.tokens)
-            node.leave("interrupted")
+            restored = checkpoint_of(s, "c")
+            s.peers["c"].node.leave("interrupted")
             await trio.sleep(0.3)
             s.kill("c")
             await s.until(s.start("c", restored=restored, step_s=1.0).node.ready.is_set)
@@ -220,8 +232,7 @@ def test_a_peer_that_was_restarted_at_the_end_and_is_cut_off_does_not_end_alone(
             await trio.sleep(100)
             s.network.partition()
             s.peers["a"].paused = s.peers["b"].paused = False
-            await s.until(lambda: all(peer.exchange.finished for peer in s.peers.values()), within_s=400)
-            assert len({peer.node.driver.head.state_hash for peer in s.peers.values()}) == 1
+            await end_with_one_state(s, s.peers.values(), within_s=400)
 
     run_virtual(main)
 
@@ -264,7 +275,7 @@ def test_who_was_due_long_before_the_end_and_is_cut_off_there_does_not_end_alone
 
 @pytest.mark.parametrize("latency_s", [0.001, 0.15])
 def test_those_that_are_left_at_the_end_make_the_last_round_together(latency_s: float) -> None:
-    """They run out of patience together. Three intervals take 20 minutes, and half of an attempt 15."""
+    """They run out of patience together: three intervals take 20 minutes, and half of an attempt's time is less."""
 
     async def main() -> None:
         run = dataclasses.replace(RUN, sync_every=400, total_steps=800, fragment_fraction=0.0)
@@ -276,8 +287,7 @@ def test_those_that_are_left_at_the_end_make_the_last_round_together(latency_s: 
             s.kill(first)
             s.kill(second)
             left = [peer for name, peer in s.peers.items() if name not in (first, second)]
-            await s.until(lambda: all(peer.exchange.finished for peer in left), within_s=1000)
-            assert len({peer.node.driver.head.state_hash for peer in left}) == 1
+            await end_with_one_state(s, left, within_s=1000)
             assert [len(peer.rounds()[-1]["contributors"]) for peer in left] == [2, 2]
 
     run_virtual(main)

@@ -11,22 +11,12 @@ import trio
 
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import RunMismatchError, TransientError
-from p2ptrain.protocol.rounds.deciding.history import History, name_of
+from p2ptrain.protocol.rounds.deciding.history import name_of
 from p2ptrain.protocol.state_sync import provenance, transfer
-from p2ptrain.protocol.state_sync.checkpoint import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
-from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
+from tests.protocol.swarm import RUN, checkpoint_of, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
-
-
-def checkpoint_of(s: Swarm, name: str) -> Restored:
-    """What a peer would save now."""
-    node, exchange = s.peers[name].node, s.peers[name].exchange
-    state = exchange.new_state()
-    state.copy_from(node.state)
-    history = History(node.driver.history.genesis, node.driver.history.entries)
-    return Restored(state, node.driver.head, exchange.run_step, history, exchange.tokens)
 
 
 @pytest.mark.parametrize("pin", ["founder", "anchor", "both", "another founder", "another anchor"])

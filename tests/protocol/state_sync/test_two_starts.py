@@ -12,8 +12,7 @@ import trio
 
 from p2ptrain.memory_network.network import MemoryDirectory
 from tests.protocol.state_sync.starts import PLAIN, geneses, start_twice
-from tests.protocol.state_sync.test_provenance import checkpoint_of
-from tests.protocol.swarm import RUN, after, common, run_virtual, start_all, swarm
+from tests.protocol.swarm import RUN, after, checkpoint_of, common, run_virtual, start_all, swarm
 
 
 @pytest.mark.parametrize("same_weights", [False, True])

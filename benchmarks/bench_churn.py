@@ -59,7 +59,7 @@ class Peer:
         return killed_s
 
     def close(self) -> None:
-        self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=20.0)
         for left in descendants(self._process.pid):

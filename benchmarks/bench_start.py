@@ -44,7 +44,7 @@ def _peer(out: Path, *flags: str) -> Iterator[float]:
     try:
         _wait_for_step(out / "metrics.jsonl", process, started + TIMEOUT_S)
         yield time.perf_counter() - started
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         process.wait(timeout=20.0)
     finally:
         for left in descendants(process.pid):

@@ -70,7 +70,7 @@ storms: $(STAMP)
 hostile: $(STAMP)
 	$(BIN)/python -m tests.hostile $(ARGS)
 
-# A million random frames after a valid Hello, on the memory network: twenty minutes of a core.
+# A million random frames after a valid Hello, on the memory network: half an hour of a core.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.fuzz $(ARGS)
 
@@ -99,7 +99,7 @@ results: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.shakespeare $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.larger $(filter --report,$(ARGS))
 
-# What rounds that land late cost by landing rule, and `--grid bytes`: sparse rounds. 2400 simulated runs of a minute of
+# What rounds that land late cost by landing rule, and `--grid bytes`: sparse rounds. 2900 simulated runs of a minute of
 # a core, of which those done are kept; the first hundred say most. ARGS="--text input.txt"; --report for the tables.
 late: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.late $(ARGS)

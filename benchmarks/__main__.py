@@ -15,8 +15,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import machine
 from benchmarks.processes import WorkerError
-from benchmarks.results import Row, machine
+from benchmarks.row import Row
 
 BENCHMARKS = {
     "step": "peer.step() on the training thread, 124M parameters, two peers (rival: exo gym's exchange)",

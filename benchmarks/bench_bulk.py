@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.bench_round import measure
 from benchmarks.measure import Summary, milliseconds
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt_100m, gpt_350m
 from benchmarks.swarm import Setup
 from benchmarks.workloads import Pause

@@ -6,7 +6,7 @@ import time
 
 from benchmarks.measure import TrafficMeter
 from benchmarks.processes import WorkerError
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt_25m
 from benchmarks.swarm import Phase, Setup, Swarm
 from benchmarks.workloads import Pause

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.processes import WorkerError, descendants
-from benchmarks.results import Row, limited_row
+from benchmarks.row import Row, limited_row
 
 T = TypeVar("T")
 Event = dict[str, Any]

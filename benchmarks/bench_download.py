@@ -17,7 +17,7 @@ import p2ptrain
 from benchmarks.measure import Summary
 from benchmarks.namespaces import Machine, Wires, enter, why_not, wires
 from benchmarks.processes import WorkerError, Workers
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt2_124m, gpt_25m
 from benchmarks.wan import wide_area
 from benchmarks.workloads import Pause

@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks import bench_round
 from benchmarks.measure import Summary, milliseconds
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Pause
 from p2ptrain.settings.config import RunConfig

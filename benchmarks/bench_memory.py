@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from benchmarks.measure import memory, reset_peak_memory
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt2_124m
 from benchmarks.swarm import Setup, Swarm
 from benchmarks.workloads import AdamStates

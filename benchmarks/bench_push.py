@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.measure import cpu_s
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt2_124m, gpt_25m
 from benchmarks.swarm import Phase, Setup, Swarm
 from benchmarks.workloads import Busy, Pause, demo_model, train_demo_model

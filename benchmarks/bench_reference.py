@@ -23,7 +23,7 @@ from benchmarks import rival_reference
 from benchmarks.demo_training import Trained, Training, held_out_loss
 from benchmarks.measure import Summary, TrafficMeter, milliseconds
 from benchmarks.processes import WorkerError, Workers
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt_25m
 from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Busy

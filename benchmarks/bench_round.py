@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks import rival_hivemind
 from benchmarks.measure import Summary, cpu_s, milliseconds
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt_25m
 from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Pause

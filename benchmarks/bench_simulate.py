@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from benchmarks.results import Row
+from benchmarks.row import Row
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.swarm import simulate
 from p2ptrain.training.data import Characters, load_corpus

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.processes import WorkerError, descendants
-from benchmarks.results import Row, limited_row
+from benchmarks.row import Row, limited_row
 
 REPEATS = 3
 TIMEOUT_S = 60.0

@@ -6,7 +6,7 @@ from collections import Counter
 
 from benchmarks import rival_exogym
 from benchmarks.measure import Summary
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt2_124m
 from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Busy, Pause

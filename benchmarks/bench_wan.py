@@ -11,7 +11,7 @@ from benchmarks import bench_round, rival_gloo, rival_hivemind
 from benchmarks.measure import Summary
 from benchmarks.namespaces import Machine
 from benchmarks.processes import WorkerError
-from benchmarks.results import Row
+from benchmarks.row import Row
 from benchmarks.shapes import gpt_25m
 from benchmarks.swarm import Setup
 from benchmarks.wan import wide_area

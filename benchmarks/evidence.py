@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
-import json
 import os
 import re
 import subprocess
@@ -17,17 +16,16 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import click
 import psutil
 
-from benchmarks.results import machine
+from benchmarks import kept_runs
+from benchmarks.machine import ROOT, git, machine, package
 
-ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "docs/evidence/runs.jsonl"
 PAGE = ROOT / "docs/evidence/runs.md"
-BEGIN, END = "<!-- runs: begin -->\n", "<!-- runs: end -->\n"
+BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"
 # With these, `make` below `make evidence ARGS=…` would take the same ARGS.
 OF_MAKE = {"ARGS", "MAKEFLAGS", "MAKEOVERRIDES"}
 # How often the load of the machine is read, for its range.
@@ -53,7 +51,7 @@ class Run:
     result: Mapping[str, str] = field(default_factory=dict)
 
 
-PASSED = {"": r"=+ (.*\d+ passed.*) in [\d.]+s"}
+PASSED = {"": r"=+ (.*\d+ passed(?:, \d+ (?!warning)\w+)*).* in [\d.]+s"}
 RUNS = (
     Run("test", "make test", "20 min", "every rule that a change must keep", PASSED),
     Run("test-long", "make test-long", "1 h", "tests that are too slow for every change", PASSED),
@@ -83,7 +81,7 @@ RUNS = (
         "make hostile",
         "6 min",
         "[liars among real peers](../understand/security.md)",
-        {"": r"of \d+: .*: (\w+)"},
+        {"": r"^\d+ of \d+: .*?: (.+)$"},
     ),
     Run(
         "fuzz",
@@ -110,11 +108,12 @@ RUNS = (
             ("bench-simulate", "simulate reference", "30 min", "the simulator, and the authors'", "the-simulator"),
         )
     ),
-    Run("harm", "make harm", "1 h", "[what lying members cost](../understand/security.md)"),
+    Run("harm", "make harm ARGS=--again", "1 h", "[what lying members cost](../understand/security.md)"),
     Run("thousand", "make thousand", "45 min", "[large swarms](benchmarks.md#large-swarms)"),
-    Run("pairwise", "make pairwise", "20 min", "[random pairs](benchmarks.md#random-pairs-against-rounds)"),
+    Run(
+        "pairwise", "make pairwise ARGS=--again", "20 min", "[random pairs](benchmarks.md#random-pairs-against-rounds)"
+    ),
     Run("reproduce", "make reproduce", "40 min", "[the papers' experiments](reproduction.md)"),
-    Run("results", "make results", "20 h", "[loss of one peer, four, and data parallel](results.md)"),
 )
 
 
@@ -138,25 +137,18 @@ class Record:
 
 def records() -> list[Record]:
     """All runs so far, the oldest first."""
-    lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
-    return [Record(**json.loads(line)) for line in lines]
+    return [Record(**line) for line in kept_runs.read(RECORDS)]
 
 
 def this_commit() -> str:
-    """The last commit that changed more than pages. Exits if a file that git tracks has changed since."""
-
-    code = (".", ":!docs", ":!*.md")
-    if changed := _git("status", "--porcelain", "--untracked-files=no", "--", *code):
+    """The last commit that changed more than pages and records. Exits if more than these has changed since."""
+    code = (".", ":!*.md", ":!docs/evidence", ":!docs/understand/security")
+    if changed := git("status", "--porcelain", "--untracked-files=no", "--", *code):
         sys.exit(f"commit these first, so that a run can be repeated:\n{changed}")
-    return _git("log", "-1", "--format=%h", "--abbrev=7", "--", *code)
+    return git("log", "-1", "--format=%h", "--abbrev=7", "--", *code)
 
 
-def this_package() -> str:
-    """git's hash of the directory `p2ptrain`, as committed."""
-    return _git("rev-parse", "--short=7", "HEAD:p2ptrain")
-
-
-def make(run: Run, commit: str) -> Record:
+def run_and_record(run: Run, commit: str) -> Record:
     """Make a run; what it prints goes to the terminal, too."""
     began, loads, ended = datetime.datetime.now(datetime.UTC), [os.getloadavg()[0]], threading.Event()
 
@@ -187,7 +179,7 @@ def make(run: Run, commit: str) -> Record:
     return Record(
         name=run.name,
         commit=commit,
-        package=this_package(),
+        package=package(),
         began=began.strftime("%Y-%m-%d %H:%M"),
         minutes=round((datetime.datetime.now(datetime.UTC) - began).total_seconds() / 60, 1),
         load=[round(min(loads), 1), round(max(loads), 1)],
@@ -222,18 +214,7 @@ def table(done: Sequence[Record]) -> str:
             commit = f"{of.commit}, {of.package}, {of.machine}"
             result = "; ".join(filter(None, ["passed" if of.passed else "**FAILED**", of.result]))
         rows.append(f"| `{run.command}` | {run.takes} | {run.holds} | {commit} | {when} | {result} |")
-    return "\n".join(rows) + "\n"
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def write_page() -> None:
-    """Replace the table in the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(records())}\n{END}{after}", encoding="utf-8")
+    return "\n".join(rows)
 
 
 @click.command("python -m benchmarks.evidence")
@@ -256,14 +237,13 @@ def main(names: Sequence[str], report: bool, only_list: bool) -> None:
                 click.echo(f"{run.name}: passed at {commit}, not repeated")
             else:
                 click.echo(f"\n{run.command} (about {run.takes})")
-                record = make(run, commit)
+                record = run_and_record(run, commit)
                 if this_commit() != commit:
                     sys.exit("the code has changed during the run, whose result is not recorded")
-                with RECORDS.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+                kept_runs.append(RECORDS, dataclasses.asdict(record))
                 failed += [] if record.passed else [run.name]
-                write_page()
-    write_page()
+                kept_runs.write_between(PAGE, BEGIN, END, [table(records())])
+    kept_runs.write_between(PAGE, BEGIN, END, [table(records())])
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

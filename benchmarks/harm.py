@@ -31,6 +31,7 @@ import click
 import numpy as np
 import torch
 
+from benchmarks import kept_runs
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.protocol.exchange.types import Push, Snapshot
 from p2ptrain.protocol.gossip import Gossip
@@ -229,9 +230,11 @@ def run(cell: Cell, steps: int = STEPS) -> dict[str, Any]:
 
 def read_results(path: Path) -> dict[Cell, dict[str, Any]]:
     """The runs in a file of results, each once: the last counts."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return {Cell(row["attack"], row["liars"], row["mean"], row["seed"]): row for row in rows}
+    return {_cell(row): row for row in kept_runs.read(path)}
+
+
+def _cell(row: dict[str, Any]) -> Cell:
+    return Cell(row["attack"], row["liars"], row["mean"], row["seed"])
 
 
 def differences(results: dict[Cell, dict[str, Any]], attack: str, liars: int, mean: str) -> list[float]:
@@ -310,10 +313,8 @@ def draw(results: dict[Cell, dict[str, Any]], path: Path) -> None:
 def report(results: dict[Cell, dict[str, Any]]) -> None:
     """Write the picture, and the table between its marks in the page."""
     draw(results, PICTURE)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = f"{table(results)}\n\n![Loss beyond that without liars, by attack and mean](security/{PICTURE.name})"
-    PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+    picture = f"![Loss beyond that without liars, by attack and mean](security/{PICTURE.name})"
+    kept_runs.write_between(PAGE, BEGIN, END, [table(results), picture])
 
 
 def cells(attacks: Sequence[str], liars: Sequence[int], means: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
@@ -352,16 +353,14 @@ def main(
         click.echo(table(done))
         return
     wanted = [cell for cell in cells(attack, liars, mean, seed) if again or cell not in done]
+    kept_runs.drop(results, lambda row: _cell(row) in wanted)
     click.echo(f"{len(wanted)} runs")
     # Each run sets torch's state of the process; fork would not copy its threads.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(run, cell) for cell in wanted]
         for future in as_completed(futures):
-            line = json.dumps(future.result())
-            click.echo(line)
-            results.parent.mkdir(parents=True, exist_ok=True)
-            with results.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            click.echo(json.dumps(future.result()))
+            kept_runs.append(results, future.result())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Each is one line of docs/evidence/results/larger.jsonl; those that are there are
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sysconfig
@@ -20,11 +19,12 @@ from typing import Any
 import click
 from torch import nn
 
-from benchmarks.results import machine
+from benchmarks import kept_runs
+from benchmarks.machine import machine
 from benchmarks.shakespeare.cells import NANOGPT, OUTER, PEERS
 from benchmarks.shakespeare.data import held_out_loss
 from benchmarks.shakespeare.events import measures
-from benchmarks.shakespeare.report import EVIDENCE, PAGE, data_parallel_mb, write_between
+from benchmarks.shakespeare.report import EVIDENCE, PAGE, data_parallel_mb
 from benchmarks.shakespeare.simulated import LATENCY_S, STEP_S
 from p2ptrain.settings.config import resolve_run
 from p2ptrain.simulation.experiment import Experiment
@@ -121,23 +121,23 @@ def run(arm: str, size: Size, data: Path) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: a line for each arm that is done."""
-    lines = ["| | steps | tokens | loss | perplexity | MB a peer |", "|---|---|---|---|---|---|"]
-    for row in rows:
+    lines = ["| | steps | H | batch | tokens | loss | perplexity | MB a peer |", "|---|---|---|---|---|---|---|---|"]
+    by_size = sorted(rows, key=lambda row: (row["steps"], row["sync_every"], row["batch"], [*ARMS].index(row["arm"])))
+    for row in by_size:
         peers, share = ARMS[row["arm"]]
         sent = "0" if peers == 1 else f"{row['mb_per_peer']:,.1f}"
         if share > 1:
             sent = f"{data_parallel_mb(row['steps'], row['parameters']):,.0f} (computed)"
         lines.append(
-            f"| {row['arm']} | {row['steps']} | {row['tokens']:,} | {row['loss']:.3f} | {math.exp(row['loss']):,.0f} "
-            f"| {sent} |"
+            f"| {row['arm']} | {row['steps']:,} | {row['sync_every'] if peers > 1 else '–'} | {row['batch'] * share} "
+            f"| {row['tokens']:,} | {row['loss']:.3f} | {math.exp(row['loss']):,.0f} | {sent} |"
         )
     return "\n".join(lines)
 
 
 def read(path: Path, size: Size) -> list[dict[str, Any]]:
     """The runs of this size in a file of results, in the order of ARMS."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if all(row[name] == value for name, value in asdict(size).items())]
+    rows = [row for row in kept_runs.read(path) if asdict(size).items() <= row.items()]
     return sorted(rows, key=lambda row: list(ARMS).index(row["arm"]))
 
 
@@ -160,9 +160,7 @@ def measure(size: Size, data: Path, results: Path) -> list[dict[str, Any]]:
     for arm in (arm for arm in ARMS if arm not in done):
         click.echo(f"{arm} … ", nl=False)
         row = {**run(arm, size, data), "machine": machine()}
-        results.parent.mkdir(parents=True, exist_ok=True)
-        with results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        kept_runs.append(results, row)
         click.echo(f"loss {row['loss']}, {row['seconds']} s of a core")
     return read(results, size)
 
@@ -175,14 +173,14 @@ def measure(size: Size, data: Path, results: Path) -> list[dict[str, Any]]:
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
 @click.option("--report", "only_report", is_flag=True, help="Run nothing: print and write the table.")
 def main(steps: int, sync_every: int, batch: int, work: Path, results: Path, only_report: bool) -> None:
-    """Train what is missing, print the table and write it to docs/evidence/results.md if no option changes the size."""
+    """Train what is missing, print the table of all that is done, and write it to docs/evidence/results.md."""
     size = Size(steps=steps, sync_every=sync_every, batch=batch)
     if not only_report:
         measure(size, tokens(work, size.megabytes), results)
-    made = table(read(results, size))
+    made = table(kept_runs.read(results))
     click.echo(made)
-    if size == Size():
-        write_between(PAGE, BEGIN, END, [made])
+    if results == RESULTS:
+        kept_runs.write_between(PAGE, BEGIN, END, [made])
 
 
 if __name__ == "__main__":

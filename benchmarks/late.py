@@ -5,7 +5,7 @@ project's codecs and outer step. A round that is due at step t averages snapshot
 the peers train on meanwhile. The next snapshot is due H steps after this one. There is no round at the last step; the
 result is the held-out loss of the mean of the peers' weights, and the mean of their own losses.
 
-`--grid late` compares the rules of `RULES` for d of 0, 2, 5 and 20 steps at H = 25, and some of them in other settings;
+`--grid late` compares the rules of `RULES` for d of 0, 2, 5 and 20 steps at H = 25, and some of them also with others;
 `--grid bytes` compares SparseLoCo's rule as a gather with the project's codecs, for several H. `--text` names the
 corpus, which is not part of the project.
 Each run is appended to `--results` at once; runs that are there are not repeated. One file holds results of one text.
@@ -23,15 +23,15 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import MISSING
 from pathlib import Path
 
 import click
 import torch
 
+from benchmarks import kept_runs
 from benchmarks.late_rules import ON_TIME, RULES
 from benchmarks.late_training import CONTEXT, Cell, Result, Setup, run_config, simulate
-from benchmarks.results import machine
+from benchmarks.machine import machine
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.partitioning import Partition, make_partition
@@ -73,7 +73,7 @@ def measure(cell: Cell, text: Path, setup: Setup) -> Result:
     return {
         **dataclasses.asdict(cell),
         **result,
-        **{name: value for name, value in machine().items() if name in ("date", "cpu", "torch")},
+        **{name: value for name, value in machine().items() if name in ("date", "package", "cpu", "torch")},
         "seconds": round(time.perf_counter() - began_s, 1),
         "cpu_s": round(time.process_time() - cpu_began_s, 1),
     }
@@ -129,26 +129,13 @@ def _in_other_settings(seed: int) -> Iterator[Cell]:
 
 
 def read_results(path: Path) -> dict[Cell, Result]:
-    """The runs in a file; a line that was cut off when a process was killed is left out."""
+    """The runs in a file, each once: the last counts."""
     found: dict[Cell, Result] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        fields = dataclasses.fields(Cell)
-        if isinstance(row, dict) and {field.name for field in fields if field.default is MISSING} <= row.keys():
-            # Lines from before a setting could be chosen do not have it.
-            cell = Cell(**{field.name: row[field.name] for field in fields if field.name in row})
-            found[cell] = {**dataclasses.asdict(cell), **row}
+    for row in kept_runs.read(path):
+        # Lines from before a setting could be chosen do not have it.
+        cell = Cell(**{field.name: row[field.name] for field in dataclasses.fields(Cell) if field.name in row})
+        found[cell] = {**dataclasses.asdict(cell), **row}
     return found
-
-
-def append(path: Path, row: Result) -> None:
-    """Append a line, after a newline if the last one was cut off."""
-    with path.open("a+b") as file:
-        is_cut = file.tell() > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
-        file.write(b"\n" * is_cut + json.dumps(row).encode() + b"\n")
 
 
 def table(results: dict[Cell, Result], grid: str) -> str:
@@ -261,7 +248,7 @@ def run_all(wanted: Sequence[Cell], text: Path, results: Path, jobs: int, second
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                append(results, future.result())
+                kept_runs.append(results, future.result())
                 click.echo(json.dumps(future.result()))
 
 

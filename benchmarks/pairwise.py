@@ -5,9 +5,8 @@ sends one encoded model, a round nearly two (outer gradients to the reducers, me
 50, are eight models. With H = 30, pairs take six steps, and end with a round as well: eight models, too. Among more
 peers they find their partners later, and take shorter intervals for the same bytes.
 
-Each run is one line of `docs/evidence/pairwise.jsonl`; runs that are there are not repeated. `--report` prints the
-table.
-256 peers only with `--peers 256`: a run of 60 steps takes two to four minutes of a core.
+Each run is one line of `docs/evidence/pairwise.jsonl`; runs that are there are not repeated. `--report` prints
+the table. 256 peers only with `--peers 256`: a run of 60 steps takes two to four minutes of a core.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 
 import click
 
+from benchmarks import kept_runs
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.records import Records, as_text
 from p2ptrain.simulation.swarm import simulate
@@ -103,25 +103,28 @@ def _of(values: list[float]) -> str:
 @click.option("--seed", multiple=True, type=int, default=(0, 1, 2))
 @click.option("--jobs", default=1, help="Runs at once, one core each.", show_default=True)
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
+@click.option("--again", is_flag=True, help="Repeat runs that are in the file.")
 @click.option("--report", "only_report", is_flag=True, help="Run nothing, and print the table.")
 def main(
-    peers: tuple[str, ...], arm: tuple[str, ...], seed: tuple[int, ...], jobs: int, results: Path, only_report: bool
-) -> None:
+    peers: tuple[str, ...], arm: tuple[str, ...], seed: tuple[int, ...], jobs: int, results: Path, again: bool,
+    only_report: bool,
+) -> None:  # fmt: skip
     """Measure pairs against rounds, and continue where an earlier call stopped."""
     logging.getLogger("p2ptrain").setLevel(logging.ERROR)
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    done = [json.loads(line) for line in lines]
     if not only_report:
-        known = {(result["arm"], result["peers"], result["seed"]) for result in done}
+        known = set() if again else {_cell(row) for row in kept_runs.read(results)}
         wanted = [(a, int(p), s) for p in peers for s in seed for a in arm if (a, int(p), s) not in known]
+        kept_runs.drop(results, lambda row: _cell(row) in wanted)
         # Each run sets torch's state of the process; fork would not copy its threads.
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             for future in as_completed([pool.submit(run, *cell) for cell in wanted]):
-                done.append(future.result())
-                with results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(done[-1]) + "\n")
-                click.echo(json.dumps(done[-1]))
-    click.echo(table(done))
+                kept_runs.append(results, future.result())
+                click.echo(json.dumps(future.result()))
+    click.echo(table(kept_runs.read(results)))
+
+
+def _cell(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["arm"], row["peers"], row["seed"]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import click
 import torch
 import trio
 
-from benchmarks.results import machine
+from benchmarks.machine import machine
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.memory_network import MemoryNetwork, PacketFault

@@ -1,12 +1,12 @@
 """`python -m benchmarks.shakespeare --text FILE`: run what is missing, one by one, and write docs/evidence/results.md.
 
-Each run is one line of docs/evidence/results/shakespeare.jsonl. Runs that are there are not repeated. After a change of
-what
-rounds or fragments do, remove the file.
+Each run is one line of docs/evidence/results/shakespeare.jsonl. Runs that are there are not repeated. After a change
+of what rounds or fragments do, remove the file.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,12 +15,13 @@ from pathlib import Path
 
 import click
 
+from benchmarks import kept_runs
+from benchmarks.machine import machine
 from benchmarks.processes import WorkerError
-from benchmarks.results import machine
 from benchmarks.shakespeare import data_parallel, peers, simulated
 from benchmarks.shakespeare.cells import PARALLEL, SEEDS, SIMULATED, Cell, stages
 from benchmarks.shakespeare.data import prepare
-from benchmarks.shakespeare.report import RESULTS, append, read, report
+from benchmarks.shakespeare.report import RESULTS, read, report
 from p2ptrain.demo.orchestrator import DemoFailedError
 from p2ptrain.errors import ConfigError
 
@@ -50,6 +51,7 @@ def main(
             for cell in cells:
                 if (not stage or number in stage) and cell.seed in seed and cell not in read(results):
                     failed += not _measure(cell, data, work / cell.name, results)
+                    report(read(results))
     report(read(results))
     if failed:
         raise click.ClickException(f"{failed} runs failed; the same command tries them again")
@@ -66,7 +68,7 @@ def _measure(cell: Cell, data: Path, out: Path, results: Path) -> bool:
         click.echo(f"failed: {error}")
         return False
     load = [round(before, 1), round(os.getloadavg()[0], 1)]
-    append(results, cell, {**measured, "load": load, "machine": machine()})
+    kept_runs.append(results, {**dataclasses.asdict(cell), **measured, "load": load, "machine": machine()})
     click.echo(json.dumps({name: measured[name] for name in ("loss", "mb_per_peer", "seconds")}))
     return True
 

@@ -7,15 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from benchmarks.shakespeare.cells import CONTEXT, TOGETHER, Cell
 from benchmarks.shakespeare.data import ALPHABET, held_out_loss
 from benchmarks.shakespeare.events import measures
 from benchmarks.shakespeare.model import GATE_VARIABLE, nanogpt_cpu
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
-from p2ptrain.algorithms.transfers import FlatAtOnce
 from p2ptrain.demo.orchestrator import LOG, LOOPBACK, EventReader, Process, running_processes, start_bootstrap
 from p2ptrain.settings.table import RUN_SETTINGS
 from p2ptrain.training import checkpoint
@@ -28,7 +25,7 @@ SILENCE_S = 300.0
 
 
 class RunFailedError(RuntimeError):
-    """A peer ended early or hangs; the message has its last lines."""
+    """A peer ended early or hangs, and the message has its last lines; or peers did not end with one anchor."""
 
 
 def flags(cell: Cell, data: Path) -> list[str]:
@@ -67,14 +64,15 @@ def run(cell: Cell, data: Path, out: Path) -> dict[str, Any]:
         ]  # fmt: skip
         processes += peers
         events = _watch(peers, directories, gate)
+    anchors = {checkpoint.load_given(directory, ()).info["anchor_hash"] for directory in directories}
+    if len(anchors) != 1:
+        raise RunFailedError(f"the peers end with {len(anchors)} anchors")
     models = [_model(directory) for directory in directories]
     losses = [round(held_out_loss(model, data), 4) for model in models]
     return {
         **measures(events, started_s=gate.stat().st_mtime, eval_every=cell.eval_every),
         "loss": round(statistics.fmean(losses), 4),
         "losses": losses,
-        "anchor_loss": round(held_out_loss(_anchor(directories[0]), data), 4),
-        "anchors": len({checkpoint.load_given(directory, ()).info["anchor_hash"] for directory in directories}),
     }
 
 
@@ -103,15 +101,4 @@ def _model(directory: Path) -> nn.Module:
     """What a user has at the end: the weights of the last checkpoint."""
     model = nanogpt_cpu(ALPHABET)
     model.load_state_dict(checkpoint.load_given(directory, {"model"}).state["model"])
-    return model
-
-
-def _anchor(directory: Path) -> nn.Module:
-    """What the last round agreed on; a peer's weights differ from it by what the codec left out."""
-    model = nanogpt_cpu(ALPHABET)
-    parameters = dict(model.named_parameters())
-    space = IndexSpace([(name, tuple(parameter.shape)) for name, parameter in parameters.items()])
-    state = checkpoint.load_given(directory, {"peer"}).state["peer"]
-    with torch.no_grad():
-        FlatAtOnce(ParameterView(space, list(parameters.values()))).land(state["anchor"], adds=False).finish()
     return model

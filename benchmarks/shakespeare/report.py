@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import kept_runs
 from benchmarks.shakespeare.cells import ALONE, GRID, LARGE, PARALLEL, PEERS, SIMULATED, TOGETHER, Cell, stages
 from benchmarks.shakespeare.plot import draw_bytes, draw_curves, draw_simulated, has_curve, methods
 
@@ -41,15 +41,7 @@ Row = Sequence[tuple[Cell, dict[str, Any]]]
 def read(path: Path) -> Results:
     """The runs in a file of results, each once: the last counts."""
     names = [field.name for field in dataclasses.fields(Cell)]
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return {Cell(*(row[name] for name in names)): row for row in rows}
-
-
-def append(path: Path, cell: Cell, measured: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**dataclasses.asdict(cell), **measured}) + "\n")
+    return {Cell(*(row[name] for name in names)): row for row in kept_runs.read(path)}
 
 
 def grouped(results: Results) -> list[Row]:
@@ -144,14 +136,7 @@ def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent)
         parts += ["### Simulated peers beside real ones", compared(results)]
         parts += ["### Codecs and p, simulated", grid(results)]
         parts.append("![Simulated: loss at the end against bytes, by codec and p](results/simulated.png)")
-    write_between(page, BEGIN, END, parts)
-
-
-def write_between(page: Path, begin: str, end: str, parts: Sequence[str]) -> None:
-    """Replace what is between two marks of a page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    after = rest.partition(end)[2]
-    page.write_text("\n\n".join([before + begin, *parts, end + after]), encoding="utf-8")
+    kept_runs.write_between(page, BEGIN, END, parts)
 
 
 def _loss(rows: Sequence[dict[str, Any]]) -> str:

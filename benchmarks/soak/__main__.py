@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 import click
 
+from benchmarks.machine import machine
 from benchmarks.namespaces import why_not
 from benchmarks.paced import STEP_S, STEP_VARIABLE
-from benchmarks.results import machine
 from benchmarks.soak.environment import prepare_environment
 from benchmarks.soak.plan import CUT, KINDS, plan_faults
 from benchmarks.soak.report import format_soak

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from benchmarks.larger import ARMS, VOCABULARY, Size, experiment, library_text, llama_10m, measure, read, table
@@ -35,6 +36,7 @@ def small() -> torch.nn.Module:
     return GPT(GPTConfig(vocab_size=VOCABULARY, layers=1, heads=1, width=8, context=16))
 
 
+@pytest.mark.processes
 def test_what_is_missing_is_run_and_read_back(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     for name, count in (("train", 4000), ("val", 400)):
@@ -46,7 +48,9 @@ def test_what_is_missing_is_run_and_read_back(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [len(row["rounds"]) for row in rows] == [1, 2, 1]
     lines = table(rows).splitlines()
-    assert lines[2].startswith("| one peer | 8 | 128 | ")
+    assert lines[2].startswith("| one peer | 8 | – | 1 | 128 | ")
+    assert lines[3].startswith("| four peers, simulated | 8 | 4 | 1 | 512 | ")
+    assert lines[4].startswith("| data parallel, in one process | 8 | – | 4 | 512 | ")
     assert lines[2].endswith(" | 0 |")
     assert lines[3].endswith(f" | {rows[1]['mb_per_peer']:,.1f} |")
     # Six bytes for each parameter and step.

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from benchmarks import late, late_rules
+from benchmarks import kept_runs, late, late_rules
 from benchmarks.late_rules import ON_TIME, RULES, Array, Landing, Prediction, aged, heloco
 from benchmarks.late_training import Cell, Setup, coder_of, mean_of, muon_step, simulate, sparse, topk_mean
 from p2ptrain.algorithms.outer import outer_step
@@ -227,11 +227,12 @@ def test_peers_learn(corpus: Corpus) -> None:
         assert learnt["mb"] > 0
 
 
+@pytest.mark.processes
 def test_runs_are_appended_and_not_repeated(text: Path, tmp_path: Path) -> None:
     file, cells = tmp_path / "late.jsonl", [Cell("late", "add", d, "adamw", 2, "iid", 0, sync_every=4) for d in (0, 2)]
     assert late.read_results(file) == {}
     for cell in cells:
-        late.append(file, late.measure(cell, text, TINY))
+        kept_runs.append(file, late.measure(cell, text, TINY))
         with file.open("a") as cut_off:
             cut_off.write('{"grid": "la')
     results = late.read_results(file)
@@ -247,7 +248,7 @@ def test_the_report_compares_with_add_on_time(tmp_path: Path) -> None:
     file = tmp_path / "late.jsonl"
     for rule, delay, seed, loss in (("add", 0, 0, 2.0), ("add", 0, 1, 2.1), ("net", 20, 0, 2.1), ("net", 20, 1, 2.3)):
         cell = Cell("late", rule, delay, "muon", 4, "iid", seed)
-        late.append(file, {**dataclasses.asdict(cell), "loss": loss, "own_loss": loss, "mb": 1.0})
+        kept_runs.append(file, {**dataclasses.asdict(cell), "loss": loss, "own_loss": loss, "mb": 1.0})
     printed = CliRunner().invoke(late.main, ["--results", str(file), "--report"], catch_exceptions=False).output
     assert printed.splitlines()[2:] == [
         "| net | as `add` | 2.200 ± 0.100 of 2 (+0.150) |", "| add | 2.050 ± 0.050 of 2 (+0.000) | – |"
@@ -260,7 +261,7 @@ def test_runs_in_other_settings_have_a_table_of_their_own(tmp_path: Path) -> Non
         ({}, 2.0), ({"lr": 6e-3}, 1.9), ({"lr": 6e-3, "delay": 20}, 2.2), ({"sync_every": 50, "steps": 2000}, 1.8),
         ({"delay": 20, "spread": True}, 2.1),
     ):  # fmt: skip
-        late.append(file, {**dataclasses.asdict(dataclasses.replace(cell, **changed)), "loss": loss})
+        kept_runs.append(file, {**dataclasses.asdict(dataclasses.replace(cell, **changed)), "loss": loss})
     assert late.table(late.read_results(file), "late").splitlines()[4:] == [
         "| other settings | d | loss |", "| --- | --- | --- |",
         "| 4 peers, iid, muon, lr 0.006: add | 0 | 1.900 (+0.000) |",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import kept_runs
 from benchmarks.shakespeare import peers, simulated
 from benchmarks.shakespeare.cells import (
     ALONE,
@@ -30,7 +31,7 @@ from benchmarks.shakespeare.data import held_out_loss, prepare
 from benchmarks.shakespeare.events import measures
 from benchmarks.shakespeare.model import GATE_VARIABLE, nanogpt_cpu
 from benchmarks.shakespeare.plot import methods
-from benchmarks.shakespeare.report import BEGIN, END, append, compared, data_parallel_mb, grid, grouped, read, report
+from benchmarks.shakespeare.report import BEGIN, END, compared, data_parallel_mb, grid, grouped, read, report
 from p2ptrain.cli.join import join
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.table import merge
@@ -144,7 +145,7 @@ def test_runs_that_are_done_are_read_back_and_reported(tmp_path: Path) -> None:
     done += [Cell(PARALLEL, "adamw", 500, 0)]
     done += [dataclasses.replace(MUON, arm=SIMULATED)]
     for cell in done:
-        append(file, cell, {**result(cell), **dataclasses.asdict(cell)})
+        kept_runs.append(file, {**result(cell), **dataclasses.asdict(cell)})
     results = read(file)
     assert set(results) == set(done)
     assert [len(runs) for runs in grouped(results)] == [1, 1, 2, 1, 1]

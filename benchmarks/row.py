@@ -1,16 +1,9 @@
-"""The result of a benchmark, and a description of the machine."""
+"""One line of a benchmark's table."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
 
 from benchmarks.measure import Summary
 
@@ -46,22 +39,3 @@ def limited_row(work: str, seconds: Sequence[float], limit_s: float) -> Row:
         reached=took.maximum <= limit_s,
         values={"median_s": took.median, "worst_s": took.maximum},
     )
-
-
-def machine() -> dict[str, str]:
-    """The date, the machine, and its load average over the last minute."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": _cpu_model(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "load": f"{os.getloadavg()[0]:.1f}",
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
-    }
-
-
-def _cpu_model() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.processor()

@@ -214,6 +214,19 @@ def test_a_page_begins_with_its_reader_and_ends_with_the_next(page: str) -> None
     assert re.match(r"Next: .*\[.*\]\(", last), f"{page}: a line Next: … at its end"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/log/")])
+def test_prose_is_wrapped_at_100_columns(page: str) -> None:
+    """But for a word that is longer than a line, and pages that are made of the code."""
+    if page in ("docs/use/configuration.md", "docs/use/reference.md"):
+        return
+    source = (ROOT / page).read_text(encoding="utf-8")
+    lines, tokens = source.splitlines(), MarkdownIt("commonmark").enable("table").parse(source)
+    for opening, inline in pairwise(tokens):
+        if opening.type == "paragraph_open" and inline.map:
+            long = [line for line in lines[slice(*inline.map)] if len(line) > 100 and " " in line.strip()]
+            assert [line for line in long if not line.startswith("![")] == []
+
+
 def test_tickets_are_those_that_peers_print() -> None:
     words = [
         word for page in PAGES for word in re.findall(r"p2pt1[a-z0-9]{20,}", (ROOT / page).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The rooms of the package: imports point up one list only, and what each room may know of the world."""
+"""The components of the package: imports point up one list only, and what each may know of the world."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "p2ptrain"
 
-# What every room may import: modules that import nothing of ours, and the version.
+# What every component may import: modules that import nothing of ours, and the version.
 LEAVES = {"__version__", "error_log", "errors", "formatting", "signals"}
-# Each row may import the rows above it, and the leaves. A new room gets its place here.
+# Each row may import the rows above it, and the leaves. A new component gets its place here.
 LAYERS: list[set[str]] = [
     {"algorithms", "settings"},
     {"protocol"},

@@ -271,7 +271,7 @@ def epochs() -> str:
     return d.svg()
 
 
-# A short description of each room.
+# A short description of each component.
 WORDS = {
     "algorithms": "fragments, codecs, mixing, averaging: torch and numpy only",
     "settings": "of the run and the machine; flags, variables, TOML, presets",
@@ -290,7 +290,7 @@ WORDS = {
 
 
 def layers() -> str:
-    """The rooms in the layer list of tests/test_layers.py, lowest layer first."""
+    """The components in the layer list of tests/test_layers.py, lowest layer first."""
     source = (HERE.parents[1] / "tests/test_layers.py").read_text(encoding="utf-8")
     (found,) = [
         node.value for node in ast.parse(source).body

@@ -29,7 +29,7 @@ def run() -> list[Row]:
     peak = max(now.peak - start.resident for now, start in zip(after, before, strict=True)) / size
     return [
         _row("at rest, after two rounds", rest, 2.5),
-        _row("at most during two rounds (int8)", peak, 4.0),
+        _row("at most during two rounds (int8)", peak, 3.5),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from benchmarks.workloads import Pause
 
 PEERS = 4
 ROUNDS = 6
+# Of the time and the CPU of hivemind's averager, in its faster setting.
+MUST_REACH = 0.7
 # Steps without an exchange, from which the CPU of a training step is taken.
 QUIET_STEPS = 100
 # Nothing trains beside hivemind's rounds, so our peers do not compute either: 200 steps of 20 ms between rounds.
@@ -33,13 +36,12 @@ def run() -> list[Row]:
     }
     rival_wall_s = {name: Summary.of(rival.seconds).median for name, rival in rivals.items()}
     rival_cpu_s = {name: Summary.of(rival.cpu_s).median for name, rival in rivals.items()}
-    fastest_s = min(rival_wall_s.values(), default=float("inf"))
     return [
         Row(
             work="a round, 25M parameters, int8, 4 peers: due to landed, slowest peer",
-            must_reach="faster than hivemind's averager in fp16",
+            must_reach=f"≤ {MUST_REACH:g} × hivemind's averager in fp16",
             measured=f"{wall.median:.2f} s median, {wall.maximum:.2f} s worst of {wall.count}; {ours.failed} failed",
-            reached=wall.median < fastest_s,
+            reached=wall.median <= MUST_REACH * min(rival_wall_s.values(), default=math.inf),
             rival=f"hivemind 1.1.12: {_told(rival_wall_s)}; {default.failed + tuned.failed} failed",
             values={
                 "wall_s": wall.median,
@@ -49,8 +51,9 @@ def run() -> list[Row]:
         ),
         Row(
             work="… CPU of all processes, p2pds included, without the training steps",
-            must_reach="",
+            must_reach=f"≤ {MUST_REACH:g} × hivemind's",
             measured=f"{cpu.median:.2f} s",
+            reached=cpu.median <= MUST_REACH * min(rival_cpu_s.values(), default=math.inf),
             rival=_told(rival_cpu_s),
             values={
                 "cpu_s": cpu.median,

@@ -34,7 +34,9 @@ def drop(path: Path, is_dropped: Callable[[Line], bool]) -> None:
     if not path.exists():
         return
     kept = [line for line in read(path) if not is_dropped(line)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    written = path.with_suffix(".new")
+    written.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    written.replace(path)
 
 
 def write_between(page: Path, begin: str, end: str, parts: Sequence[str]) -> None:

@@ -118,12 +118,17 @@ def done(results: Results) -> str:
     return "\n".join(lines)
 
 
+def tables(results: Results) -> list[str]:
+    """The tables of the page: the stages, real runs, simulated beside real ones, and the grid of simulated ones."""
+    real = {cell: row for cell, row in results.items() if cell.arm != SIMULATED}
+    return [done(results), table(real), compared(results), grid(results)]
+
+
 def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent) -> None:
     """Draw the pictures, and write the tables between their marks in the page."""
     pictures.mkdir(parents=True, exist_ok=True)
-    # The simulated ones have tables of their own.
-    real = {cell: row for cell, row in results.items() if cell.arm != SIMULATED}
-    parts = [done(results), table(real)]
+    of_stages, of_real, beside, of_grid = tables(results)
+    parts = [of_stages, of_real]
     for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
         runs = [group for group in grouped(results) if group[0][0].optimizer == optimizer and has_curve(group[0][0])]
         if runs:
@@ -133,8 +138,8 @@ def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent)
         draw_bytes(by_method, pictures / "bytes.png", data_parallel_mb)
     if any(cell.arm == SIMULATED for cell in results):
         draw_simulated(grouped(results), pictures / "simulated.png")
-        parts += ["### Simulated peers beside real ones", compared(results)]
-        parts += ["### Codecs and p, simulated", grid(results)]
+        parts += ["### Simulated peers beside real ones", beside]
+        parts += ["### Codecs and p, simulated", of_grid]
         parts.append("![Simulated: loss at the end against bytes, by codec and p](results/simulated.png)")
     kept_runs.write_between(page, BEGIN, END, parts)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import evidence
+from benchmarks import evidence, machine
 from benchmarks.evidence import RUNS, Run, result_of
+from benchmarks.machine import git
 
 
 def run_of(name: str) -> Run:
@@ -60,7 +63,7 @@ def test_a_run_that_passed_at_this_commit_is_not_repeated_and_one_that_failed_is
     monkeypatch.setattr(evidence, "this_commit", lambda: "abc")
     monkeypatch.setattr(evidence, "package", lambda: "def")
     monkeypatch.setattr(
-        evidence, "RUNS", (Run("good", "echo made", "1 s", "that"), Run("bad", "echo made; false", "1 s", "this"))
+        evidence, "RUNS", (Run("good", "echo made", "1 s", "that"), Run("bad", "echo made; exit 2", "1 s", "this"))
     )
     (tmp_path / "runs.md").write_text(f"before\n{evidence.BEGIN}old{evidence.END}after\n")
     for times in (1, 2):
@@ -75,6 +78,68 @@ def test_a_run_that_passed_at_this_commit_is_not_repeated_and_one_that_failed_is
     assert "| passed |" in page
     assert "| **FAILED** |" in page
     assert "old" not in page
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a package and a page, each committed, as the one that is measured."""
+    for of in (machine, evidence):
+        monkeypatch.setattr(of, "ROOT", tmp_path)
+    for name, value in (("RECORDS", "docs/evidence/runs.jsonl"), ("PAGE", "docs/evidence/runs.md")):
+        monkeypatch.setattr(evidence, name, tmp_path / value)
+    git("init", "--quiet")
+    for file, text in (("p2ptrain/a.py", ""), ("docs/evidence/runs.md", f"{evidence.BEGIN}{evidence.END}")):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+        commit(file)
+    return tmp_path
+
+
+def commit(file: str) -> str:
+    git("add", file)
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", file)
+    return git("log", "-1", "--format=%h", "--abbrev=7")
+
+
+@pytest.mark.processes
+def test_a_run_has_the_commit_and_the_package_of_the_code(repository: Path) -> None:
+    first, package = evidence.this_commit(), machine.package()
+    (repository / "docs/evidence/runs.md").write_text("other words")
+    assert (evidence.this_commit(), machine.package()) == (first, package)
+    commit("docs/evidence/runs.md")
+    assert (evidence.this_commit(), machine.package()) == (first, package)
+    (repository / "p2ptrain/a.py").write_text("changed")
+    assert machine.package() == package + "+"
+    with pytest.raises(SystemExit, match=r"commit these first.*\n.*a\.py"):
+        evidence.this_commit()
+    second = commit("p2ptrain/a.py")
+    assert evidence.this_commit() == second
+    assert package not in (machine.package(), "")
+    (repository / "conftest.py").write_text("")
+    with pytest.raises(SystemExit, match=r"commit these first.*\n.*conftest\.py"):
+        evidence.this_commit()
+
+
+@pytest.mark.processes
+def test_a_run_during_which_the_code_changed_is_not_recorded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "RUNS", (Run("changes", "echo >> p2ptrain/a.py", "1 s", "that"),))
+    result = CliRunner().invoke(evidence.main, [])
+    assert result.exit_code == 1
+    assert "commit these first" in str(result.output)
+    assert not evidence.RECORDS.exists()
+
+
+@pytest.mark.processes
+def test_a_run_ends_with_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(io.StringIO):
+        def write(self, text: str) -> int:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdout", Interrupted())
+    run = Run("long", f"echo $$ > {tmp_path}/id; echo begun; exec sleep 600", "1 h", "that")
+    with pytest.raises(KeyboardInterrupt):
+        evidence.run_and_record(run, "abc")
+    assert not psutil.pid_exists(int((tmp_path / "id").read_text()))
 
 
 @pytest.mark.processes

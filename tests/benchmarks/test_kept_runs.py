@@ -49,7 +49,7 @@ def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
         (harm.PAGE, lambda: [harm.table(harm.read_results(harm.RESULTS))]),
         (evidence.PAGE.parent / "benchmarks.md", lambda: [pairwise.table(kept_runs.read(pairwise.RESULTS))]),
         (larger.PAGE, lambda: [larger.table(kept_runs.read(larger.RESULTS))]),
-        (report.PAGE, lambda: [of(report.read(report.RESULTS)) for of in (report.done, report.compared, report.grid)]),
+        (report.PAGE, lambda: report.tables(report.read(report.RESULTS))),
     ],
     ids=["runs", "harm", "pairwise", "larger", "results"],
 )

@@ -251,6 +251,9 @@ def test_gossip_pushes_as_often_as_its_budget_allows() -> None:
     assert 3 <= found.push_every_s / link.step_s <= 4
     assert found.gossip_bytes_s == found.fragment_bytes / found.push_every_s
     assert "a push every 0.4 s by --gossip-budget 0.02" in "\n".join(texts(RUN, 25_000_000, link, found))
+    # The budget is a share of all cores.
+    of_two = estimate_run(RUN, 25_000_000, dataclasses.replace(link, cores=2))
+    assert of_two.push_every_s == pytest.approx(found.push_every_s / 2)
     unlimited = dataclasses.replace(link, gossip_budget=1.0)
     found = estimate_run(RUN, 25_000_000, unlimited)
     assert found.push_every_s == link.step_s

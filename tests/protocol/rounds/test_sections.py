@@ -130,6 +130,12 @@ def test_the_error_of_a_coarse_codec_is_kept_for_each_section() -> None:
             whole = taker._error_of(context.grids.whole)
             assert whole is not None
             assert np.array_equal(whole, np.concatenate([kept[0], kept[1]]))
+            # A round of all sections keeps that of each.
+            taker.own = OwnContribution(SNAPSHOT, context.grids.whole, error=whole, next_error=2 * whole)
+            taker.note_included()
+            assert np.array_equal(np.concatenate(list(taker._errors.values())), 2 * whole)
+            # Means of one section are compared with those of the same section.
+            assert context.mean_guard._sync_every == 2 * SECTIONS.sync_every
             s.kill("a")
 
     run_virtual(main)

@@ -326,7 +326,7 @@ class Node:
             logger.info("met %s", link.peer_id)
             self.met_others = True
             self.driver.introduce(link)
-            self.driver.context.liveness.note_linked((link.peer_id, link.hello.incarnation))
+            self.driver.context.liveness.note_linked(link.peer_id)
             self.membership.welcome(link.peer_id, link.hello.maddrs, TRAINER)
             self._record_peers()
 

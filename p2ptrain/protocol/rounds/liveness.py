@@ -15,8 +15,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# Peers remembered that have left, and that were linked; bounded, as identities are free.
-MAX_DEPARTED = MAX_MET = 4096
+# Peers remembered that have left; bounded, as identities are free.
+MAX_DEPARTED = 4096
 # Voters that fell silent are waited for this long, or three intervals.
 QUORUM_LOST_S = 60.0
 # A user is told that there are no rounds after this: a peer that is restarted at once comes back before.
@@ -38,7 +38,6 @@ class Liveness:
         self._links = links
         self._lineage_peers = lineage_peers
         self._departed: dict[PeerId, None] = {}  # oldest first
-        self._met: dict[Voter, None] = {}  # oldest first
 
     def note_departed(self, peer_id: PeerId) -> None:
         """A peer has sent Leave."""
@@ -46,18 +45,9 @@ class Liveness:
         if len(self._departed) > MAX_DEPARTED:
             del self._departed[next(iter(self._departed))]
 
-    def note_linked(self, voter: Voter) -> None:
-        """A trainer is linked, perhaps again."""
-        self._departed.pop(voter[0], None)
-        self._met.pop(voter, None)
-        self._met[voter] = None
-        if len(self._met) > MAX_MET:
-            del self._met[next(iter(self._met))]
-
-    def has_met(self, voter: Voter) -> bool:
-        """Whether this is us, or we are or were linked with this incarnation of a peer."""
-        link = self._links.get(voter[0])
-        return voter in self._met or voter == self.own or (link is not None and link.hello.incarnation == voter[1])
+    def note_linked(self, peer_id: PeerId) -> None:
+        """A peer is linked, perhaps again."""
+        self._departed.pop(peer_id, None)
 
     def present(self) -> set[Voter]:
         """Ourselves and the live peers of our lineage."""

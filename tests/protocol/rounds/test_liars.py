@@ -13,7 +13,6 @@ import trio
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.rounds.deciding.record import part_digest
 from p2ptrain.protocol.rounds.moving import leader
 from p2ptrain.protocol.wire.messages import (
     Attempt,
@@ -25,7 +24,6 @@ from p2ptrain.protocol.wire.messages import (
     Message,
     Ready,
     Record,
-    RosterPart,
     SignedHead,
     Vote,
 )
@@ -283,56 +281,5 @@ def test_a_forged_commit_ends_no_peer_even_if_a_quorum_signed_it(lie: Lie) -> No
             await s.until(gone_on, within_s=120)
             assert len(s.peers["c"].reports) > steps
             assert all(np.abs(vector).max() < 1e3 for vector in s.peers["c"].node.state.vectors)
-
-    run_virtual(main)
-
-
-@pytest.mark.parametrize(("honest", "weight"), [("abc", 1.0), ("abcdefg", 0.0)])
-def test_a_newcomer_that_makes_up_contributors_decides_no_round(
-    honest: str, weight: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It leads out of turn, reduces the only part, and adds voters whose keys it has to the record."""
-    forged: list[Record] = []
-    run_leader = leader.AveragingLeader.run
-
-    async def run(self: leader.AveragingLeader, joins: dict[str, Join]) -> Record:
-        record = await run_leader(self, joins)
-        if (context := self._context).peer_id != "x" or len(forged) >= 3:
-            return record
-        (part,) = record.parts
-        each = weight * record.contributors[0].weight
-        made_up = (Contributor(f"s{i:02}", "s", each, bytes(32)) for i in range(31 - len(record.contributors)))
-        contributors = (*made_up, *record.contributors)
-        mean = context.parts.get(part.digest)
-        assert mean is not None
-        digest = part_digest(mean, contributors, (part.start, part.stop))
-        context.parts.add(digest, mean)
-        parts = (msgspec.structs.replace(part, digest=digest),)
-        forged.append(msgspec.structs.replace(record, contributors=contributors, parts=parts))
-        return forged[-1]
-
-    monkeypatch.setattr(leader.AveragingLeader, "run", run)
-
-    async def main() -> None:
-        async with swarm(PLAIN) as s:
-            start_all(s, honest)
-            await s.until(lambda: common(s, 2, len(honest)))
-            x = s.start("x").node
-            await s.until(lambda: x.ready.is_set())
-            schedule, averaging = x.driver._schedule, x.driver.context.averaging
-            alone = [RosterPart(x.driver.context.grid.first, x.driver.context.grid.end, "x", ())]
-            monkeypatch.setattr(averaging, "plan", lambda *_: alone)
-            monkeypatch.setattr(schedule, "is_ours_to_lead", lambda head, _: bool(schedule._due.get(head.round + 1)))
-            lineage = s.peers["a"].node.driver.head.lineage
-
-            def heads() -> list[Head]:
-                return [s.peers[name].node.driver.head for name in honest]
-
-            await s.until(lambda: len(forged) >= 3, within_s=600)
-            monkeypatch.undo()
-            last = max(head.round for head in heads())
-            await s.until(lambda: all(head.round >= last + 3 for head in heads()), within_s=600)
-            assert {head.lineage for head in heads()} == {lineage}
-            assert not any(name.startswith("s") for head in heads() for name, _ in head.voters)
 
     run_virtual(main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from blake3 import blake3
@@ -36,10 +36,6 @@ MOST_AHEAD = 4
 # A record should name those of lowest rank that we see, this share of the most that it can name, whatever the swarm's
 # size is. Those that are drawn are linked with each other, so leaders call most of them (guess).
 FEWEST_EXPECTED = 0.25
-# Peers that contribute to a round are linked with each other, but for a few behind NATs (guess).
-MOST_UNMET = 0.25
-# So many peers are not checked: of three, one that is not linked with another is a third of the contributors.
-FEW_PRESENT = 3
 # A weight is at most so many times the median of the positive ones, as tokens count at most twice the median's; with
 # room for rounding.
 MOST_WEIGHT = 2.001
@@ -291,22 +287,6 @@ def check_company(record: Record, present: Collection[Voter]) -> None:
     named = sum(c.weight > 0 and (c.peer_id, c.incarnation) in present for c in record.contributors)
     if 2 * named < min(len(present), MAX_CONTRIBUTORS):
         raise RoundFailedError(f"a record that names {named} of the {len(present)} peers that we see")
-
-
-def check_met(record: Record, has_met: Callable[[Voter], bool], num_present: int) -> None:
-    """Raises RoundFailedError if a record that we have not decided yet names too many peers that we have never met.
-
-    Its contributors are the voters of the next round, also those of weight 0: a leader that makes up most of them would
-    decide it alone. With less than a quarter made up, one leader that names half of those present, as `check_company`
-    lets it, has no majority.
-
-    Args:
-        has_met: whether we are or were linked with this incarnation of a peer.
-        num_present: ourselves and the live peers of our lineage.
-    """
-    unmet = sum(not has_met((c.peer_id, c.incarnation)) for c in record.contributors)
-    if num_present > FEW_PRESENT and unmet >= MOST_UNMET * len(record.contributors):
-        raise RoundFailedError(f"a record with {unmet} of {len(record.contributors)} contributors that we never met")
 
 
 def measures_of(grams: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, float]:

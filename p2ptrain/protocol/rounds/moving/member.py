@@ -21,14 +21,7 @@ from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
 from p2ptrain.protocol.rounds.deciding.events import Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.policy import parts_of
-from p2ptrain.protocol.rounds.deciding.record import (
-    check_company,
-    check_join,
-    check_met,
-    check_proposal,
-    expected,
-    name_of,
-)
+from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
 from p2ptrain.protocol.rounds.moving.fetch import RecordFetcher, UnusableMeanError
@@ -299,12 +292,9 @@ class Participation:
         context = self._context
         # Our READY for this record may have decided it, so it must not depend on whom we see now.
         is_accepted = context.parts.accepted == record
-        present = context.liveness.present()
-        if not (leads or is_accepted):
-            check_met(record, context.liveness.has_met, len(present))
         if not (self._taker.sits_out or leads or is_accepted):
             most, size = context.run.max_contributors, context.swarm_size()
-            seen = expected(record, present, most, size)
+            seen = expected(record, context.liveness.present(), most, size)
             # No leader can name strangers that are linked but never take part.
             own, recent = context.liveness.own, context.recent
             check_company(record, {voter for voter in seen if voter == own or recent.admits(voter[0])})

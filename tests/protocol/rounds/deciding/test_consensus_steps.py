@@ -41,7 +41,7 @@ from p2ptrain.protocol.rounds.deciding.events import (
 )
 from p2ptrain.protocol.rounds.deciding.policy import drawn, rank
 from p2ptrain.protocol.rounds.deciding.proof import MAX_VOTERS, is_quorum, voters_of
-from p2ptrain.protocol.rounds.deciding.record import check_company, check_met, expected
+from p2ptrain.protocol.rounds.deciding.record import check_company, expected
 from p2ptrain.protocol.wire.messages import (
     MAX_REASON,
     Abort,
@@ -184,25 +184,6 @@ def test_a_record_needs_half_of_those_present_as_contributors_with_a_weight() ->
     for alone in (named[:1], (named[0], msgspec.structs.replace(named[1], weight=0.0))):
         with pytest.raises(RoundFailedError, match="names 1 of the 4 peers that we see"):
             check_company(record(contributors=alone), present)
-
-
-def test_less_than_a_quarter_of_a_record_are_peers_that_were_never_met_also_without_a_weight() -> None:
-    met = {("a", "1"), ("b", "1"), ("c", "1"), ("d", "1"), ("x", "1")}
-
-    def check(named: str, weight: float, present: int) -> None:
-        of = tuple(Contributor(name, "1", 1.0 if (name, "1") in met else weight, b"") for name in named)
-        check_met(record(contributors=of), met.__contains__, present)
-
-    for weight in (0.0, 1.0):
-        check("abxs", weight, 3)  # of three, one may be linked with only one of the others
-        check("abcxs", weight, 5)
-        for named, unmet in (("abxs", 1), ("abcdxst", 2)):
-            with pytest.raises(RoundFailedError, match=f"{unmet} of {len(named)} contributors that we never met"):
-                check(named, weight, 4)
-    # Another incarnation is another voter.
-    with pytest.raises(RoundFailedError, match="1 of 2"):
-        of = Contributor("a", "2", 1.0, b""), Contributor("b", "1", 1.0, b"")
-        check_met(record(contributors=of), met.__contains__, 4)
 
 
 def test_a_record_of_drawn_peers_may_lack_some_of_them_but_not_most() -> None:

@@ -10,7 +10,6 @@ import pytest
 import trio
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds import liveness
 from p2ptrain.protocol.rounds.deciding.lineage import (
     PastHeads,
     check_head,
@@ -253,17 +252,3 @@ def test_a_head_may_have_the_least_and_the_most_counts(count: int) -> None:
     for lie in ({"round": beyond - 1}, {"run_step": beyond}, {"tokens_total": beyond}):
         with pytest.raises(WireError, match="a head at round"):
             check_head(msgspec.structs.replace(head, **lie))
-
-
-def test_who_was_linked_is_met_and_its_next_incarnation_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    swarm = Swarm("b")
-    assert [swarm.liveness.has_met(voter) for voter in (("a", "1"), ("b", "1"), ("b", "2"), ("c", "1"))] == [
-        True, True, False, False
-    ]  # fmt: skip
-    swarm.liveness.note_linked(("c", "1"))
-    assert swarm.liveness.has_met(("c", "1"))
-    assert not swarm.liveness.has_met(("c", "2"))
-    monkeypatch.setattr(liveness, "MAX_MET", 2)
-    for name in "de":
-        swarm.liveness.note_linked((name, "1"))
-    assert [swarm.liveness.has_met((name, "1")) for name in "bcde"] == [True, False, True, True]

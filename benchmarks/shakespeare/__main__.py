@@ -51,10 +51,16 @@ def main(
             for cell in cells:
                 if (not stage or number in stage) and cell.seed in seed and cell not in read(results):
                     failed += not _measure(cell, data, work / cell.name, results)
-                    report(read(results))
-    report(read(results))
+                    _report(results)
+    _report(results)
     if failed:
         raise click.ClickException(f"{failed} runs failed; the same command tries them again")
+
+
+def _report(results: Path) -> None:
+    """Write the page and its pictures, if these are its results."""
+    if results == RESULTS:
+        report(read(results))
 
 
 def _measure(cell: Cell, data: Path, out: Path, results: Path) -> bool:

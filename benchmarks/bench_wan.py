@@ -43,7 +43,7 @@ class Network:
 
     @property
     def wanted_s(self) -> float:
-        """What a round may take, beside being faster than the rivals."""
+        """Seconds that a round may take. It must also be faster than those of the rivals."""
         if len(self.links) == 2:
             return WANTED_OF_TWO_S.get(self.rtt_s, math.inf)
         return 1.25 * self.bytes_s + 6 * self.rtt_s + 1.0

@@ -353,7 +353,8 @@ def main(
         click.echo(table(done))
         return
     wanted = [cell for cell in cells(attack, liars, mean, seed) if again or cell not in done]
-    kept_runs.drop(results, lambda row: _cell(row) in wanted)
+    if again:
+        kept_runs.drop(results, lambda row: _cell(row) in wanted)
     click.echo(f"{len(wanted)} runs")
     # Each run sets torch's state of the process; fork would not copy its threads.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:

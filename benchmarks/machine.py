@@ -1,4 +1,4 @@
-"""What a run was measured on: machine, load, time and package."""
+"""Describes the machine and the package that a run measures, with the time and the load."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def package() -> str:
 
 
 def git(*words: str) -> str:
-    """What a command of git prints. Raises OSError or CalledProcessError."""
+    """Run a command of git in this repository, and return what it prints. Raises OSError or CalledProcessError."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -114,7 +114,8 @@ def main(
     if not only_report:
         known = set() if again else {_cell(row) for row in kept_runs.read(results)}
         wanted = [(a, int(p), s) for p in peers for s in seed for a in arm if (a, int(p), s) not in known]
-        kept_runs.drop(results, lambda row: _cell(row) in wanted)
+        if again:
+            kept_runs.drop(results, lambda row: _cell(row) in wanted)
         # Each run sets torch's state of the process; fork would not copy its threads.
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             for future in as_completed([pool.submit(run, *cell) for cell in wanted]):

@@ -21,7 +21,7 @@ from benchmarks.processes import WorkerError
 from benchmarks.shakespeare import data_parallel, peers, simulated
 from benchmarks.shakespeare.cells import PARALLEL, SEEDS, SIMULATED, Cell, stages
 from benchmarks.shakespeare.data import prepare
-from benchmarks.shakespeare.report import RESULTS, read, report
+from benchmarks.shakespeare.report import RESULTS, read, report, tables
 from p2ptrain.demo.orchestrator import DemoFailedError
 from p2ptrain.errors import ConfigError
 
@@ -34,7 +34,7 @@ from p2ptrain.errors import ConfigError
 @click.option("--stage", multiple=True, type=int, help="1 to 11, in the order of the page; may be repeated.")
 @click.option("--seed", multiple=True, type=int, default=SEEDS, help="May be repeated.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
-@click.option("--report", "only_report", is_flag=True, help="Run nothing: write tables and pictures.")
+@click.option("--report", "only_report", is_flag=True, help="Run nothing: print the tables, and write the page.")
 def main(
     text: Path | None, work: Path, stage: Sequence[int], seed: Sequence[int], results: Path, only_report: bool
 ) -> None:
@@ -53,6 +53,7 @@ def main(
                     failed += not _measure(cell, data, work / cell.name, results)
                     _report(results)
     _report(results)
+    click.echo("\n\n".join(tables(read(results))))
     if failed:
         raise click.ClickException(f"{failed} runs failed; the same command tries them again")
 

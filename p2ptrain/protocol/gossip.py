@@ -254,8 +254,7 @@ class Gossip:
 
         The uplink's rate is that of the fastest link; before any is measured, that of the slowest line. Each link only
         sheds what is late for its own path: a slow uplink would carry one fragment of each link at once, and none would
-        be complete in time. A receiver that acknowledges nothing counts only for as long as its
-        frames may take.
+        be complete in time. A receiver that acknowledges nothing counts only for as long as its frames may take.
         """
         now, flows = trio.current_time(), [link.flow for link in self._context.links.live.values()]
         # A path that was never filled may have a higher rate than it shows.

@@ -105,7 +105,7 @@ class RunConfig:
         "tokens of each peer).")
     inner_optimizer: str = setting("adamw", choice("adamw", "muon"),
         help="Inner optimizer; muon: for hidden matrices, AdamW else.",
-        why="DiLoCo's. Muon was 0.19 nats better at the same bytes (simulated), but takes more computing.")
+        why="DiLoCo's. Muon was 0.33 nats better after 500 steps (docs/evidence/results.md), but takes more computing.")
     lr: float = setting(3e-3, RATE, default_text=FROM_MODEL,
         help="Peak learning rate of the inner AdamW.",
         why="0.003 for the demo model: tuned, with 50 steps of warm-up (simulated, k = 8). The others have their "
@@ -149,7 +149,7 @@ class RunConfig:
         why="0.5 %: the larger of the SPARTA paper's two settings.")
     fragment_selection: str = setting("cyclic", choice("cyclic", "fresh"),
         help="Walk a shuffled partition, or draw at random each step.",
-        why="Cyclic keeps peers closer than fresh draws, as in the paper, at the same bytes (reproduced: s10).")
+        why="Cyclic keeps peers a little closer than fresh draws, at the same bytes (reproduced: s10).")
     fragment_codec: str = setting("int8", choice("int8", "fp16"),
         help="Encoding of fragments.",
         why="int8, with a scale per block, has half the bytes of fp16.")
@@ -161,7 +161,7 @@ class RunConfig:
         why="A delay (SPARTA's asynchronous mode) never helps. It shows the cost of a slow link.")
     max_staleness: float = setting(0.15, NOT_NEGATIVE,
         help="Discard fragments with P · delay above this; 0 keeps all.",
-        why="p · delay = 0.1 costs 0.007 nats (reproduced: s3). The limit is a guess.")
+        why="p · delay = 0.1 costs 0.009 nats (reproduced: s3, one seed). The limit is a guess.")
     topology: str = setting("push", choice("push", "pairs", "groups", "all"),
         help="Selection of the peers that get a fragment.",
         why="A push to a random peer needs no coordination, and mixes as fast per byte as pairs do. SPARTA's is all.")
@@ -191,7 +191,7 @@ class RunConfig:
         why="Off: pruning half of the values (DiLoCo, table 6) cost 2.2 % of perplexity (reproduced: d14).")
     round_weights: str = setting("tokens", choice("tokens", "equal", "shard"),
         help="Weights of the outer gradients in the mean.",
-        why="By tokens trained on: with unequal speeds the loss fell from 2.447 to 2.429 (reproduced: "
+        why="By tokens trained on: with unequal speeds the loss fell from 2.448 to 2.426 (reproduced: "
         "speeds). DiLoCo, section 6.1, weights by the size of the shard.")
     round_mean: str = setting("weighted", choice(*ROUND_MEANS),
         default_text="weighted, with topk disjoint",
@@ -242,7 +242,7 @@ class RunConfig:
         default_text="0.6, in pairs 0.5",
         help="Momentum of the outer optimizer; Adam's first beta.",
         why="With 12 rounds 0.024 nats better than DiLoCo's 0.9 (table 5), which the papers' presets keep; with Muon "
-        "inside as good. With H from 25 to 50 it was 0.03 to 0.05 nats better than a plain average (simulated).")
+        "inside as good. With H from 25 to 50 it was 0.03 to 0.1 nats better than a plain average (simulated).")
     num_shards: int = setting(0, count(0, "(0: every peer trains on all of the text)"),
         help="Text shards, one per peer; 0: each peer reads all text.",
         why="Off: when a peer leaves, its shard is no longer trained on. Some of the papers' experiments need shards.")

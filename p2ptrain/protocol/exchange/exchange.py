@@ -256,7 +256,7 @@ class Exchange:
 
     @property
     def max_age_s(self) -> float:
-        """Older fragments do more harm than good: p · delay must be at most 0.15, in this peer's own steps."""
+        """Older fragments do more harm than good: p · delay, in own steps, is at most the run's `max_staleness`."""
         return self._merger.max_age_s(self.step_s)
 
     def postpone(self) -> None:

@@ -350,4 +350,6 @@ def _joins(members: int) -> dict[str, Join]:
     """The records of so many members that are all linked, at the same rate."""
     names = tuple(f"{i:04}" for i in range(members))
     attempt = Attempt(0, names[0], "")
-    return {name: Join("", 0, attempt, "", "", True, 0, 0, 0, 1.0, 1.0, names, False, None, None) for name in names}
+    return {
+        name: Join("", 0, attempt, "", "", True, 0, 0, 0, 1.0, 1.0, names, False, None, None, None) for name in names
+    }

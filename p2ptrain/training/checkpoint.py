@@ -34,7 +34,7 @@ from p2ptrain.settings.peer_config import default_dir
 
 T = TypeVar("T")
 
-FORMAT = 2
+FORMAT = 3
 KEEP = 3
 REPLACED = "-replaced.tmp"
 _NAME = re.compile(r"checkpoint-(\d+)")

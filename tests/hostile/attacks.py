@@ -166,7 +166,7 @@ def take_over(liar: Liar, known: Known) -> None:
     lineage = lineage_of(founding)
     record = next_record(known, genesis=head.genesis, tokens_total=head.tokens_total + 320)
     contributor = msgspec.structs.replace(record.contributors[0], peer_id=me[0], incarnation=me[1], weight=1.0)
-    record = msgspec.structs.replace(record, lineage=lineage, contributors=(contributor,))
+    record = msgspec.structs.replace(record, lineage=lineage, contributors=(contributor,), voters=(me,))
     commit = liar.commit(record, Attempt(1, *me))
     mine = msgspec.structs.replace(
         head, lineage=lineage, round=record.round, state_hash="f" * 64, anchor_hash="e" * 64, voters=(me,),

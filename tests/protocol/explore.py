@@ -41,7 +41,7 @@ from p2ptrain.protocol.rounds.deciding.events import (
     State,
     Tick,
 )
-from p2ptrain.protocol.rounds.deciding.proof import is_quorum
+from p2ptrain.protocol.rounds.deciding.voters import is_quorum
 from p2ptrain.protocol.wire.messages import Abort, Attempt, Commit, Head, Join, Record, Refuse, Withdraw
 from tests.protocol.renaming import Renaming, renamed
 
@@ -297,7 +297,7 @@ class Explorer:
             case Prepare(attempt):
                 join = Join(
                     state.head.lineage, state.round, attempt, incarnation, "state", True, 0, 0, 0, 0.0, 0.0, (), False,
-                    None, None,
+                    None, None, None,
                 )  # fmt: skip
                 yield Envelope(me, Prepared(attempt, join), incarnation)
             case Fetch(attempt, record):
@@ -358,7 +358,7 @@ def record_of(head: Head, counter: int, leader: str, incarnation: str) -> Record
     """A stand-in for what an attempt averages to: no two attempts come to the same."""
     return Record(
         head.genesis, head.lineage, head.round + 1, head.state_hash, (), (), leader, 0.0, 0.0, counter,
-        int(incarnation), (), 0.0, 0.0,
+        int(incarnation), (), 0.0, 0.0, (), (),
     )  # fmt: skip
 
 

@@ -147,7 +147,8 @@ class Attempts:
     def _step(self, event: ev.Event) -> None:
         # What an effect causes at once, such as a message to ourselves, is queued until all effects are done.
         self.state, effects = consensus.step(self.state, event, trio.current_time())
-        self._context.parts.accepted = self.state.acceptor.record
+        accepted = self.state.acceptor.record
+        self._context.parts.accepted = accepted.decided if accepted is not None else None
         for effect in effects:
             try:
                 self._carry_out(effect, event)
@@ -264,6 +265,8 @@ class Attempts:
                 pass
             case m.Call():
                 self._on_call(sender, message)
+            case m.Join(incarnation=incarnation) if not self._context.liveness.is_incarnation((sender, incarnation)):
+                return  # of its process before a restart
             case _:
                 self._check_signatures(sender, message)
                 self._receive(sender, message)
@@ -287,11 +290,23 @@ class Attempts:
 
     def _check_signatures(self, sender: PeerId, message: m.Message) -> None:
         """Raises WireError if a message of this round is not signed by those who must have signed it."""
-        head, prover, here = self.state.head, self._context.prover, (self.state.head.lineage, self.state.round)
+        state, prover = self.state, self._context.prover
+        head, here = state.head, (state.head.lineage, state.round)
+        ours = state.proposer.attempt if state.proposer is not None else None
+        joined = state.member.attempt if state.member is not None else None
         match message:
-            case m.Ready() if self.state.proposer and message.attempt == self.state.proposer.attempt:
+            case m.Join(view=view, ready=ready) if message.attempt == ours:
+                if view is not None:
+                    if (view.peer_id, view.incarnation) != (sender, message.incarnation):
+                        raise WireError("a Join with the view of another peer")
+                    prover.verify_view(view, head)
+                if ready is not None and (ready.lineage, ready.round) == here:
+                    prover.verify_voters(ready, head)
+            case m.Propose(record=record) if message.attempt == joined and (record.lineage, record.round) == here:
+                prover.verify_voters(record, head)
+            case m.Ready() if message.attempt == ours:
                 prover.verify_ready(sender, message)
-            case m.Commit(record) if (record.lineage, record.round) == here and self.state.learned is None:
+            case m.Commit(record) if (record.lineage, record.round) == here and state.learned is None:
                 prover.verify_commit(message, head.voters)
 
     def _on_call(self, sender: PeerId, call: m.Call) -> None:
@@ -303,7 +318,8 @@ class Attempts:
             if sender != self._context.peer_id:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
         is_passed_over = sender in schedule.passed_over(self.state.head, now)
-        if is_passed_over or not joins_rounds(self._context.run, self._context.exchange.run_step):
+        is_out_of_turn = sender != self._context.peer_id and schedule.is_out_of_turn(sender, self.state.head, now)
+        if is_passed_over or is_out_of_turn or not joins_rounds(self._context.run, self._context.exchange.run_step):
             return
         limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())
         self.state = dataclasses.replace(self.state, limits=limits)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.deciding import lineage
-from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding.voters import Voter, is_quorum
 from p2ptrain.protocol.wire.messages import Beat, Head
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
@@ -73,6 +73,11 @@ class Liveness:
 
     def is_linked(self, peer_id: PeerId) -> bool:
         return peer_id == self.own[0] or self._links.get(peer_id) is not None
+
+    def is_incarnation(self, voter: Voter) -> bool:
+        """Whether this is us, or the incarnation of a peer that we are linked with."""
+        link = self._links.get(voter[0])
+        return voter == self.own if link is None else link.hello.incarnation == voter[1]
 
     def round_trip_s(self) -> float:
         """The longest round trip to a linked peer of our lineage."""

@@ -13,8 +13,8 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.events import Lead
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.deciding.policy import drawn
-from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, PeerBackoff
+from p2ptrain.protocol.rounds.deciding.voters import Voter, is_quorum
 from p2ptrain.protocol.wire.messages import Due, Head
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -49,6 +49,8 @@ WINDOW_MARGIN = 1.5
 MOST_DOUBLINGS = 2
 # The peer that reaches most voters leads; every third attempt may be led by any live peer.
 ANY_LEADER_EVERY = 3
+# So few voters may be led by one of them again and again: an attempt that a silent one should lead costs seconds.
+FEW_VOTERS = 2
 # A fast peer may be due again before the last round has landed here.
 MAX_ROUNDS_AHEAD = 2
 # A Due may name a later attempt than we know of, within this limit.
@@ -60,7 +62,8 @@ def leader_of(
 ) -> PeerId | None:
     """The peer that leads this attempt at the round after `head`; None until half of the voters are due.
 
-    Candidates are ordered by a hash for each attempt, voters before others.
+    Candidates are ordered by a hash for each attempt: first voters that contributed to the last round, then other
+    voters, then other peers. The first attempt is not led by the leader of the last round, if it has another candidate.
 
     Args:
         present: linked live trainers, and ourselves.
@@ -74,11 +77,19 @@ def leader_of(
     if counter % ANY_LEADER_EVERY != ANY_LEADER_EVERY - 1:
         present = [voter for voter in present if reach.get(voter[0], 0) == furthest]
 
-    def rank(voter: Voter) -> tuple[bool, bytes]:
+    contributed, last = head.contributors, last_leader(head) if counter == 0 else ""
+
+    def rank(voter: Voter) -> tuple[bool, bool, bool, bytes]:
+        votes, takes_part = voter in head.voters, voter in contributed
         name = f"{head.lineage}/{head.round + 1}/{counter}/{voter[0]}"
-        return voter not in head.voters, hashlib.blake2b(name.encode(), digest_size=8).digest()
+        return not votes, voter[0] == last, not takes_part, hashlib.blake2b(name.encode(), digest_size=8).digest()
 
     return min(present, key=rank)[0]
+
+
+def last_leader(head: Head) -> PeerId:
+    """Who led the last round, if it is not to lead the next one; "" where few vote."""
+    return head.commit.attempt.leader if head.commit is not None and len(head.voters) > FEW_VOTERS else ""
 
 
 class Schedule:
@@ -211,6 +222,20 @@ class Schedule:
         if few and now - self._due_from_s < MEMBERS_PATIENCE_S:
             return False
         return leader_of(head, self.counter, due, present, liveness.reaches(head)) == self._context.peer_id
+
+    def is_out_of_turn(self, leader: PeerId, head: Head, now: float) -> bool:
+        """Whether not to follow a Call: soon after we are due, of the last leader, or of a peer that does not vote.
+
+        One peer could else lead each round, and keep newcomers out. Later, and where no other voter reaches as many,
+        anybody may lead.
+        """
+        exchange, last = self._context.exchange, last_leader(head)
+        may_lead = {peer for peer, _ in head.voters} - {last}
+        if leader in may_lead or (exchange.round_due and now - self._due_from_s >= DUE_AGAIN_S):
+            return False
+        reaches, ignored = self._context.liveness.reaches(head), self.passed_over(head, now)
+        reach = reaches.get(leader, 0)
+        return any(peer in may_lead and peer not in ignored and reaches[peer] >= reach for peer in reaches)
 
     def delay_s(self, now: float) -> float:
         """How long to wait before we lead."""

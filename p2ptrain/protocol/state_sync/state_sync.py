@@ -19,7 +19,7 @@ from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.deciding.history import History, is_rooted, is_unbroken, merged, shared
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
-from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding.voters import Voter, is_quorum
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.schedule import FOLLOWING_PATIENCE_S
 from p2ptrain.protocol.state_sync.checkpoint import Restored

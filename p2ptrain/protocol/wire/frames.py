@@ -15,7 +15,7 @@ import zstandard
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Contribution, Mean, Message, pack, unpack
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 # A roster of 64 members and their parts takes a few KiB, a record with 512 part hashes 40 KiB.
 MAX_HEADER_BYTES = 256 * 1024
 # The largest payloads are fragments of large models.

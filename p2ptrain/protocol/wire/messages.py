@@ -31,6 +31,8 @@ MAX_REASON = 512
 MAX_SHOWN_BYTES, MAX_SHOWN_CHARS = 4096, 80
 # Only the first contributors of a round decide the next, so that the leader's wait is bounded in large swarms (guess).
 MAX_VOTERS = 31
+# Peers that a view names, and the size of their hashes: the voters, and those that may be drawn.
+MAX_SEEN, VOTER_HASH_BYTES = 128, 16
 # A public key and a signature made with it; with an RSA key of 4096 bits, these have 1,070 bytes.
 MAX_SIGNATURE_BYTES = 2048
 # See `Offer`.
@@ -60,6 +62,8 @@ Prose = Annotated[str, Meta(max_length=MAX_STRING)]
 Name = Annotated[str, Meta(max_length=MAX_PEER_ID, pattern=SAFE_PATTERN)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
 Voters = Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=MAX_VOTERS)]
+# Hashes of peers with their incarnations, sorted.
+Seen = Annotated[bytes, Meta(max_length=VOTER_HASH_BYTES * MAX_SEEN)]
 Mac = Annotated[bytes, Meta(max_length=32)]
 Maddr = Annotated[str, Meta(max_length=MAX_MADDR_LENGTH, pattern=SAFE_PATTERN)]
 Maddrs = Annotated[tuple[Maddr, ...], Meta(max_length=MAX_MADDRS)]
@@ -216,12 +220,22 @@ class Part(_Struct, frozen=True):
     holder: Name
 
 
-class Record(_Struct, frozen=True, dict=True):
-    """The decision of a round, named by the hash of its packed form.
+class View(_Struct, frozen=True):
+    """Whom a voter is linked with as it joins a round, signed: see `rounds.deciding.voters`."""
 
-    The order of `contributors` matters for quorums. `parent_hash` is the hash of the state (anchor and moments) that
-    the round starts from, `intervals` each member's next H in inner steps. `cosine` is the average pairwise similarity
-    of the outer gradients, `mean_norm` the norm of their mean; 0 if unknown.
+    peer_id: Name
+    incarnation: Name
+    seen: Seen
+    signature: Signature
+
+
+class Record(_Struct, frozen=True, dict=True):
+    """The decision of a round, named by the hash of its packed form without `views`.
+
+    `parent_hash` is the hash of the state (anchor and moments) that the round starts from, `intervals` each member's
+    next H in inner steps. `cosine` is the average pairwise similarity of the outer gradients, `mean_norm` the norm of
+    their mean; 0 if unknown. `voters` decide the next round; their order matters for quorums. `views` show why it has
+    these voters. A Commit does not have them, as its quorum has checked them.
     """
 
     genesis: Name
@@ -238,10 +252,17 @@ class Record(_Struct, frozen=True, dict=True):
     intervals: Items[tuple[Name, Int]]
     cosine: Float
     mean_norm: Float
+    voters: Voters
+    views: Annotated[tuple[View, ...], Meta(max_length=MAX_VOTERS)]
 
     @cached_property
     def sha256(self) -> str:
-        return hashlib.sha256(pack(self)).hexdigest()
+        return hashlib.sha256(pack(self.decided)).hexdigest()
+
+    @property
+    def decided(self) -> Record:
+        """As a Commit has it."""
+        return msgspec.structs.replace(self, views=()) if self.views else self
 
 
 class Vote(_Struct, frozen=True):
@@ -303,6 +324,12 @@ class Head(_Struct, frozen=True):
     def record(self) -> Record | None:
         return self.commit.record if self.commit is not None else None
 
+    @property
+    def contributors(self) -> set[tuple[str, str]]:
+        """The peers of the last round, with their incarnations; before the first round the founder."""
+        record = self.record
+        return set(self.voters) if record is None else {(c.peer_id, c.incarnation) for c in record.contributors}
+
 
 class SignedHead(_Struct, frozen=True):
     """A head, the signatures of a quorum of its voters, who have the same state, and the founding of the run."""
@@ -336,7 +363,7 @@ class Join(_OfAttempt, frozen=True):
 
     `tokens`: how many the sender has trained on since it was last included in a mean. `shard_tokens`: the size of its
     shard; 0 without one. `at_length`: the sender has reached the run's length and asks for the last round, which is a
-    plain average.
+    plain average. `view`: None of a peer that does not vote.
     """
 
     incarnation: Name
@@ -349,6 +376,7 @@ class Join(_OfAttempt, frozen=True):
     rate: Float
     linked: Items[Text]
     at_length: bool
+    view: View | None
     ready_attempt: Attempt | None
     ready: Record | None
 

@@ -472,7 +472,7 @@ class Host:
 def join_of(peer_id: str, attempt: Attempt) -> Join:
     return Join(
         "0-g", 1, attempt, f"{peer_id}.1", "state", True, 100, 0, 10, 1.0, 1e6,
-        tuple(other for other in "abc" if other != peer_id), False, None, None,
+        tuple(other for other in "abc" if other != peer_id), False, None, None, None,
     )  # fmt: skip
 
 

@@ -6,25 +6,32 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import trio
+from msgspec.structs import replace
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.rounds.deciding.record import part_digest
+from p2ptrain.protocol.rounds.deciding.voters import Voter, next_voters, seen_of
+from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.moving import leader
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Beat,
+    Call,
     Commit,
     Contributor,
     Head,
     Join,
     Message,
+    Propose,
     Ready,
     Record,
+    RosterPart,
     SignedHead,
+    View,
     Vote,
 )
 from tests.protocol.signing import signed_by
@@ -53,17 +60,17 @@ class LyingDonor:
         node._server._state._driver = Driver()  # type: ignore[assignment]
 
     def _beat(self, beat: Beat) -> Beat:
-        return msgspec.structs.replace(beat, **self.beat(beat))
+        return replace(beat, **self.beat(beat))
 
     def _signed(self, signed: SignedHead | None) -> SignedHead | None:
         if signed is None:
             return None
         head = self._head(signed.head)
         self.asked += head != signed.head
-        return msgspec.structs.replace(signed, head=head)
+        return replace(signed, head=head)
 
     def _head(self, head: Head) -> Head:
-        return msgspec.structs.replace(head, **self.head(head))
+        return replace(head, **self.head(head))
 
 
 def places_of(node: Node) -> list[tuple[str, int]]:
@@ -143,12 +150,12 @@ def test_a_head_at_a_place_of_before_is_refused() -> None:
             await s.until(lambda: common(s, 2, 2))
             driver = s.peers["b"].node.driver
             head = driver.head
-            earlier = msgspec.structs.replace(head, round=head.round - 1)
+            earlier = replace(head, round=head.round - 1)
             assert not driver.past_heads.may_adopt(earlier)
-            assert driver.past_heads.may_adopt(msgspec.structs.replace(head, lineage="5-new"))
+            assert driver.past_heads.may_adopt(replace(head, lineage="5-new"))
             for place in (head, earlier):
                 with pytest.raises(AssertionError, match="our head before"):
-                    driver._set_head(msgspec.structs.replace(place, tokens_total=10**15))
+                    driver._set_head(replace(place, tokens_total=10**15))
             assert driver.head is head
 
     run_virtual(main)
@@ -166,7 +173,7 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_no_member_ha
                 nonlocal lies
                 if isinstance(message, Join):
                     lies += 1
-                    message = msgspec.structs.replace(
+                    message = replace(
                         message, ready_attempt=Attempt(0, "x", "z"), ready=unheld(driver.head, lies if another else 0)
                     )
                 honest(to, message)
@@ -190,8 +197,8 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_no_member_ha
 def unheld(head: Head, number: int) -> Record:
     """A well-formed record of the round after a head, of half of the peers, with parts that do not exist."""
     assert head.record is not None
-    parts = tuple(msgspec.structs.replace(part, digest=f"{number:064x}") for part in head.record.parts)
-    return msgspec.structs.replace(
+    parts = tuple(replace(part, digest=f"{number:064x}") for part in head.record.parts)
+    return replace(
         head.record, lineage=head.lineage, round=head.round + 1, parent_hash=head.state_hash,
         contributors=head.record.contributors[-2:], parts=parts,
     )  # fmt: skip
@@ -223,7 +230,7 @@ def test_a_forged_proposal_ends_no_peer_and_rounds_go_on(lie: Lie, monkeypatch: 
     def record_of(*args: Any) -> Record:
         record = honest(*args)
         if len(forged) < 3:
-            record = msgspec.structs.replace(record, **lie)
+            record = replace(record, **lie)
             forged.append(record)
         return record
 
@@ -257,8 +264,8 @@ def test_a_forged_commit_ends_no_peer_even_if_a_quorum_signed_it(lie: Lie) -> No
             await s.until(lambda: not driver.committer.resolving)
             head = driver.head
             assert head.record is not None
-            honest = msgspec.structs.replace(head.record, round=head.round + 1, parent_hash=head.state_hash)
-            forged = msgspec.structs.replace(honest, **lie)
+            honest = replace(head.record, round=head.round + 1, parent_hash=head.state_hash)
+            forged = replace(honest, **lie)
             unproven = signed_by("abc", forged, PLAIN.digest, attempt)
             names = {peer.peer_id: peer.node.incarnation for peer in s.peers.values()}
             votes = []
@@ -281,5 +288,241 @@ def test_a_forged_commit_ends_no_peer_even_if_a_quorum_signed_it(lie: Lie) -> No
             await s.until(gone_on, within_s=120)
             assert len(s.peers["c"].reports) > steps
             assert all(np.abs(vector).max() < 1e3 for vector in s.peers["c"].node.state.vectors)
+
+    run_virtual(main)
+
+
+def lead_always(x: Node) -> None:
+    """Call an attempt at each round as soon as somebody is due, whoever's turn it is."""
+    schedule = x.driver._schedule
+    schedule.is_ours_to_lead = lambda head, _: bool(schedule._due.get(head.round + 1))  # type: ignore[method-assign]
+
+
+def see(x: Node, *peers: Voter) -> None:
+    """Say in each view that only these are there."""
+    prover = x.driver.context.prover
+    view = prover.view
+    prover.view = lambda head, _: view(head, seen_of(peers))  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("honest", "weight", "is_voter"), [("ab", 1.0, True), ("abcdefg", 0.0, True), ("abc", 1.0, False)]
+)
+def test_who_makes_up_contributors_makes_up_no_voters(
+    honest: str, weight: float, is_voter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x leads out of turn, reduces the only part, and names and sees contributors whose keys it has.
+
+    It leads at most every second round; none if it does not vote.
+    """
+    made_up = [(f"s{i:02}", "s") for i in range(20)]
+    run_leader = leader.AveragingLeader.run
+
+    async def run(self: leader.AveragingLeader, joins: dict[str, Join]) -> Record:
+        record = await run_leader(self, joins)
+        context = self._context
+        if context.peer_id != "x":
+            return record
+        (part,) = record.parts
+        each = weight * record.contributors[0].weight
+        contributors = (*(Contributor(*one, each, bytes(32)) for one in made_up), *record.contributors)
+        mean = context.parts.get(part.digest)
+        assert mean is not None
+        digest = part_digest(mean, contributors, (part.start, part.stop))
+        context.parts.add(digest, mean)
+        voters = next_voters(self._head, contributors, record.views)
+        return replace(record, contributors=contributors, parts=(replace(part, digest=digest),), voters=voters)
+
+    monkeypatch.setattr(leader.AveragingLeader, "run", run)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, honest + "x" * is_voter)
+            await s.until(lambda: common(s, 2, len(honest) + is_voter))
+            x = s.peers["x"].node if is_voter else s.start("x").node
+            await s.until(lambda: x.ready.is_set())
+            see(x, x.driver.context.liveness.own, *made_up)
+            context = x.driver.context
+            alone = [RosterPart(context.grid.first, context.grid.end, "x", ())]
+            monkeypatch.setattr(context.averaging, "plan", lambda *_: alone)
+            lead_always(x)
+            driver = s.peers["a"].node.driver
+            lineage, named, led = driver.head.lineage, 0, 0
+            for number in range(driver.head.round + 1, driver.head.round + 13):
+                await s.until(lambda number=number: driver.head.round >= number)  # type: ignore[misc]
+                assert driver.head.record is not None
+                assert driver.head.commit is not None
+                led += driver.head.commit.attempt.leader == "x"
+                named += any(c.incarnation == "s" for c in driver.head.record.contributors)
+                assert set(honest) <= {name for name, _ in driver.head.voters} <= set(honest + "x")
+            assert named == led
+            assert (4 if is_voter else 0) <= led <= (6 if is_voter else 0)
+            assert driver.head.lineage == lineage
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_who_leads_every_round_and_leaves_out_half_takes_no_vote(calls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x names and sees the same half in each round, or calls the other half away from the rounds that they join."""
+    wait = leader.AveragingLeader._await_contributions
+
+    async def _await_contributions(self: leader.AveragingLeader) -> list[str]:
+        included = await wait(self)
+        return [name for name in included if name in "abx"] if self._context.peer_id == "x" else included
+
+    monkeypatch.setattr(leader.AveragingLeader, "_await_contributions", _await_contributions)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcdex")
+            await s.until(lambda: common(s, 2, 6))
+            x = s.peers["x"].node
+            see(x, x.driver.context.liveness.own, s.peers["a"].node.driver.context.liveness.own)
+            lead_always(x)
+            if calls:
+                tell = x.driver._attempts.tell
+
+                def call_away(to: str, message: Message) -> None:
+                    if not (isinstance(message, Call) and to in "ab"):
+                        tell(to, message)
+
+                x.driver._attempts.tell = call_away  # type: ignore[method-assign]
+            driver = s.peers["e"].node.driver
+            lineage, led = driver.head.lineage, 0
+            for number in range(driver.head.round + 1, driver.head.round + 25):
+                await s.until(lambda number=number: driver.head.round >= number)  # type: ignore[misc]
+                assert driver.head.commit is not None
+                led += driver.head.commit.attempt.leader == "x"
+                assert {name for name, _ in driver.head.voters} == set("abcdex")
+            assert (0 if calls else 6) <= led <= 12
+            assert driver.head.lineage == lineage
+
+    run_virtual(main)
+
+
+def test_a_liar_that_was_restarted_votes_once() -> None:
+    """It sees both of its incarnations, and signs as each of them."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 2, 3))
+            before = s.peers["x"].node.driver.context.liveness.own
+            s.kill("x")
+            await trio.sleep(1.0)
+            x = s.start("x", chosen=["a"]).node
+            await s.until(lambda: x.ready.is_set())
+            a = s.peers["a"].node.driver
+            own, others = x.driver.context.liveness.own, a.context.liveness.own
+            see(x, own, before, others)
+            lead_always(x)
+            for number in range(a.head.round + 1, a.head.round + 13):
+                await s.until(lambda number=number: a.head.round >= number)  # type: ignore[misc]
+                assert len({name for name, _ in a.head.voters}) == len(a.head.voters)
+                assert {"a", "b"} <= {name for name, _ in a.head.voters}
+            assert own in a.head.voters
+
+    run_virtual(main)
+
+
+def _forged(x: RoundDriver, a: RoundDriver, lie: str) -> tuple[View | None, Record | None]:
+    """A view, or a record that was accepted, as no honest peer has it."""
+    view = x.context.prover.view(a.head, seen_of([x.context.liveness.own]))
+    assert a.head.record is not None
+    record = replace(a.head.record, round=a.head.round + 1, parent_hash=a.head.state_hash)
+    match lie:
+        case "view of another round":
+            return x.context.prover.view(replace(a.head, round=1000), view.seen), None
+        case "view of another peer":
+            return replace(view, peer_id="b"), None
+        case "view of another incarnation":
+            return replace(view, incarnation="x.9"), None
+        case "record with its own voters":
+            return view, replace(record, voters=(x.context.liveness.own,))
+    return view, replace(record, voters=a.head.voters, views=(replace(view, signature=b""),))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "view of another round",
+        "view of another peer",
+        "view of another incarnation",
+        "record with its own voters",
+        "record with a forged view",
+    ],
+)
+@pytest.mark.parametrize("kind", ["Join", "Propose"])
+def test_forged_views_and_voters_cost_the_link(lie: str, kind: str) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 2, 3))
+            a, x = (s.peers[name].node.driver for name in "ax")
+            tell, lied = x._attempts.tell, 0
+
+            def forge(to: str, message: Message) -> None:
+                nonlocal lied
+                if to == "a" and isinstance(message, Join) and kind == "Join":
+                    view, record = _forged(x, a, lie)
+                    attempt = Attempt(0, "z", "z") if record is not None else None
+                    message, lied = replace(message, view=view, ready=record, ready_attempt=attempt), lied + 1
+                if to == "a" and isinstance(message, Propose) and kind == "Propose":
+                    view, record = _forged(x, a, lie)
+                    forged = record or replace(message.record, views=(view,) if view else ())
+                    message, lied = replace(message, record=forged), lied + 1
+                tell(to, message)
+
+            x._attempts.tell = forge  # type: ignore[method-assign]
+            await s.until(lambda: "x" in a.context.links.strikes)
+            assert lied
+
+    run_virtual(main)
+
+
+def test_the_view_of_a_peer_that_does_not_vote_costs_no_leader_its_link() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, 2, 2))
+            x = s.start("x").node
+            await s.until(lambda: x.ready.is_set())
+            tell, lied = x.driver._attempts.tell, 0
+
+            def claim(to: str, message: Message) -> None:
+                nonlocal lied
+                if isinstance(message, Join) and message.view is None:
+                    lied += 1
+                    message = replace(message, view=x.driver.context.prover.view(x.driver.head, b""))
+                tell(to, message)
+
+            x.driver._attempts.tell = claim  # type: ignore[method-assign]
+            await s.until(lambda: common(s, 6, 3))
+            assert lied
+            assert not any(peer.node.driver.context.links.strikes for peer in s.peers.values())
+
+    run_virtual(main)
+
+
+def test_a_join_of_another_incarnation_than_the_links_is_not_counted() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 2, 3))
+            x = s.peers["x"].node.driver
+            tell, before = x._attempts.tell, x.head.round
+
+            def lie(to: str, message: Message) -> None:
+                if isinstance(message, Join) and to != "x":
+                    message = replace(message, incarnation="k/0", view=None)
+                tell(to, message)
+
+            x._attempts.tell = lie  # type: ignore[method-assign]
+            a = s.peers["a"].node.driver
+            await s.until(lambda: a.head.round >= before + 8)
+            assert a.head.record is not None
+            assert not any(incarnation == "k/0" for _, incarnation in (*a.head.voters, *a.head.contributors))
+            assert not a.context.links.strikes
 
     run_virtual(main)

@@ -18,8 +18,8 @@ from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.deciding.events import Held
 from p2ptrain.protocol.rounds.deciding.grid import Grid, mean_codec
-from p2ptrain.protocol.rounds.deciding.proof import Voter
 from p2ptrain.protocol.rounds.deciding.record import part_digest
+from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Ready, Record
 from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
@@ -40,6 +40,7 @@ def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
     return msgspec.structs.replace(
         head.record, round=head.round + 1, parent_hash=head.state_hash, contributors=contributors,
         parts=(Part(0, num_blocks, digest, "x"),), intervals=tuple((name, PLAIN.sync_every) for name in named),
+        voters=head.voters,
     )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from p2ptrain.protocol.rounds.deciding.proof import Voter
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, Timeouts
+from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.rounds.schedule import (
     DUE_AGAIN_S,
     FOLLOWERS_PATIENCE_S,
@@ -22,9 +23,11 @@ from p2ptrain.protocol.rounds.schedule import (
     MEMBERS_PATIENCE_S,
     OVERTAKEN_S,
     Schedule,
+    leader_of,
 )
-from p2ptrain.protocol.wire.messages import Due, Head
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Due, Head
 from p2ptrain.settings.config import RunConfig
+from tests.protocol.signing import record_after
 
 PAIRWISE = RunConfig(averaging="pairwise", outer_optimizer="sgdm")
 
@@ -134,6 +137,60 @@ def test_a_new_head_forgets_dues_of_its_round_and_another_lineage_forgets_all() 
         assert schedule.is_ours_to_lead(head_of(5, "a"), 101.0) == leads
         schedule.skip(6)
         assert not schedule.is_ours_to_lead(head_of(5, "a"), 101.0)
+
+
+# --- whose turn it is -----------------------------------------------------------------------------------------------
+
+
+def led_by(leader: str, contributors: str = "abc", voters: str = "abc", round_: int = 4) -> Head:
+    commit = Commit(record_after("0-g", "0-l", round_, contributors), Attempt(1, leader, f"{leader}.1"), ())
+    return replace(head_of(round_, voters), commit=commit)
+
+
+def leads(head: Head, present: str = "abc", counter: int = 0, reach: dict[str, int] | None = None) -> str | None:
+    voters = [(name, f"{name}.1") for name in present]
+    return leader_of(head, counter, set("abc"), voters, reach or dict.fromkeys(present, 3))
+
+
+def test_the_leader_of_the_last_round_leads_the_first_attempt_only_without_another_voter() -> None:
+    for round_ in range(40):
+        assert leads(led_by("a", round_=round_)) in ("b", "c")
+        assert leads(led_by("a", round_=round_), "abcdefgh") in ("b", "c")
+    assert {leads(led_by("a", round_=round_), counter=1) for round_ in range(40)} == set("abc")
+    assert leads(led_by("a"), reach={"a": 3, "b": 2, "c": 2}) == "a"
+    # Of two voters, one may lead again and again.
+    assert {leads(led_by("a", voters="ab", round_=round_), "ab") for round_ in range(40)} == {"a", "b"}
+
+
+def test_voters_that_were_not_in_the_last_round_lead_after_the_others() -> None:
+    for counter in range(40):
+        assert leads(led_by("x", contributors="ab"), counter=counter) in ("a", "b")
+        assert leads(led_by("x", contributors="d"), "abcd", counter=counter) in ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("leader", "reach", "ignored", "is_out"),
+    [
+        ("b", None, "", True),  # it led the last round
+        ("c", None, "", False),
+        ("x", None, "", True),  # it does not vote
+        ("b", {"a": 2, "b": 3, "c": 2}, "", False),
+        ("b", {"a": 2, "b": 3, "c": 3}, "", True),
+        ("b", {"a": 2, "b": 3, "c": 3}, "c", False),
+    ],
+)
+def test_soon_after_a_round_the_last_leader_and_strangers_are_not_followed(
+    leader: str, reach: dict[str, int] | None, ignored: str, is_out: bool
+) -> None:
+    for due, after_s in ((True, 0.0), (True, DUE_AGAIN_S - 0.1), (False, 0.0), (False, 1000.0)):
+        schedule = begun(Room("bcx", due=due, reach=reach or {}))
+        for peer in ignored:
+            schedule.ignore(peer, 100.0 + after_s)
+        schedule.note_time(100.0 if due else 100.0 + after_s)
+        assert schedule.is_out_of_turn(leader, led_by("b"), 100.0 + after_s) == is_out
+    late = begun(Room("bcx", reach=reach or {}))
+    late.note_time(100.0)
+    assert not late.is_out_of_turn(leader, led_by("b"), 100.0 + DUE_AGAIN_S)
 
 
 # --- waiting for others ------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ async def start_anew(s: Swarm, founder: str, *others: str) -> None:
 def made_up_round(driver: RoundDriver, lineage: str, round_: int) -> Entry:
     """A round that a peer committed alone, in any lineage."""
     own, prover = driver.context.liveness.own, driver.context.prover
-    record = record_after(driver.head.genesis, lineage, round_, "")
-    record = msgspec.structs.replace(record, contributors=(Contributor(*own, 1.0, bytes(32)),))
+    record = record_after(driver.head.genesis, lineage, round_, own[0])
+    record = msgspec.structs.replace(record, contributors=(Contributor(*own, 1.0, bytes(32)),), voters=(own,))
     ready = Ready(lineage, round_, Attempt(1, *own), own[1], record.sha256, b"")
     return Entry(Commit(record, Attempt(1, *own), (Vote(*own, prover.signed_ready(ready).signature),)), None)
 

@@ -148,21 +148,9 @@ class Donor:
             parts.append(Part(start, stop, digest, "nobody"))
         round_ = self.head.round + 1
         record = Record(
-            PAST.genesis_id,
-            "0-L",
-            round_,
-            before,
-            contributors,
-            tuple(parts),
-            "nesterov",
-            0.7,
-            0.9,
-            160,
-            2000,
-            (),
-            0.0,
-            0.0,
-        )
+            PAST.genesis_id, "0-L", round_, before, contributors, tuple(parts), "nesterov", 0.7, 0.9, 160, 2000, (),
+            0.0, 0.0, (("a", "a.1"),), (),
+        )  # fmt: skip
         progress = Progress(record)
         for chunk in whole.chunks:
             step_chunk(self.state, averaging_of(RUN), progress, self.parts.get, None, chunk)

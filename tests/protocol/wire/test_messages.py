@@ -27,6 +27,7 @@ from p2ptrain.protocol.wire.messages import (
     MAX_MADDRS,
     MAX_OFFER_BYTES,
     MAX_STRING,
+    VOTER_HASH_BYTES,
     Attempt,
     Beat,
     Contributor,
@@ -41,6 +42,7 @@ from p2ptrain.protocol.wire.messages import (
     Record,
     Roster,
     RosterPart,
+    View,
     pack,
     unpack,
 )
@@ -299,13 +301,15 @@ def test_a_hostile_header_costs_nothing(header: bytes) -> None:
 
 
 def test_the_longest_honest_messages_fit() -> None:
-    """A round of 64 contributors in 512 parts, at libp2p's 52 characters an id; a beat with two well-known members."""
+    """A round of 64 contributors and parts, at libp2p's 52 characters an id; a beat with two well-known members."""
     ids = [f"{i:052d}" for i in range(128)]
     record = Record(
         "g" * 20, "l" * 20, 2**40, "0" * 64,
         tuple(Contributor(peer, "i" * 16, 1 / 3, bytes(32)) for peer in ids[:64]),
-        tuple(Part(1024 * i, 1024 * i + 1024, "0" * 64, ids[i % 64]) for i in range(512)),
-        "nesterov", 0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids), 0.5, 1.5,
+        tuple(Part(1024 * i, 1024 * i + 1024, "0" * 64, ids[i % 64]) for i in range(64)),
+        "nesterov", 0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids[:64]), 0.5, 1.5,
+        tuple((peer, "i" * 16) for peer in ids[:31]),
+        tuple(View(peer, "i" * 16, bytes(VOTER_HASH_BYTES * 95), bytes(560)) for peer in ids[:31]),
     )  # fmt: skip
     attempt = Attempt(3, ids[0], "a" * 16)
     expected = tuple(Contributor(peer, "i" * 16, 1 / 3, b"") for peer in ids[:64])
@@ -313,7 +317,9 @@ def test_the_longest_honest_messages_fit() -> None:
     maddrs = tuple("/ip4/1.2.3.4/tcp/4001/p2p/".ljust(512, "x") for _ in range(16))
     longest = [
         Propose(attempt, record),
-        Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, attempt, record),
+        Join(
+            "l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, record.views[0], attempt, record
+        ),
         Roster("l", 1, attempt, tuple(ids[:64]), parts, expected),
         Beat(1.0, 1.0, 1.0, "0-g", "0-l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs)), 1),
         Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs, bytes(MAX_OFFER_BYTES)),

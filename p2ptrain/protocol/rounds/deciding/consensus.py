@@ -34,7 +34,7 @@ import msgspec
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.deciding import events as ev
 from p2ptrain.protocol.rounds.deciding.events import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
-from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding.voters import Voter, is_quorum
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -214,7 +214,7 @@ def _on_proposal(state: State, message: m.Propose, now: float) -> Result:
     if member.proposal is not None:
         return state, ()
     member = replace(member, proposal=record, deadline_s=now + state.limits.attempt_s)
-    return replace(state, member=member), (ev.Fetch(attempt, record),)
+    return replace(state, member=member), (ev.Fetch(attempt, record.decided),)
 
 
 def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
@@ -346,7 +346,7 @@ def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready
         completes = own is not None and own.held and state.acceptor.attempt != own.attempt
         return _become_ready(state, own) if own and completes and not _waits(state, proposer) else (state, ())
     votes = tuple(m.Vote(peer, incarnation, signature) for (peer, incarnation), signature in proposer.ready)
-    commit = m.Commit(record, proposer.attempt, votes)
+    commit = m.Commit(record.decided, proposer.attempt, votes)
     state, effects = _learn(replace(state, proposer=None), commit)
     return state, (ev.Broadcast(commit), *effects)
 

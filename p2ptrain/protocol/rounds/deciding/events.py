@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from p2ptrain.protocol.rounds.deciding.proof import Voter
+from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Join, Message, Record
 from p2ptrain.protocol.wire.transport import PeerId
 

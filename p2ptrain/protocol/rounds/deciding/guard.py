@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from p2ptrain.protocol.rounds.deciding.proof import Voter
+from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.wire.messages import Head, Join, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig

@@ -19,8 +19,9 @@ from itertools import pairwise
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.deciding.lineage import new_lineage
-from p2ptrain.protocol.rounds.deciding.proof import Prover, Voter, voters_of
+from p2ptrain.protocol.rounds.deciding.proof import Prover
 from p2ptrain.protocol.rounds.deciding.record import check_size
+from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.wire.messages import Commit, Entry, Founding, Head, pack
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -47,7 +48,7 @@ def place_of(entry: Entry) -> Place:
     match entry:
         case Entry(Commit() as commit, None):
             record = commit.record
-            return Place(record.lineage, record.round, voters_of(record))
+            return Place(record.lineage, record.round, record.voters)
         case Entry(None, Founding() as founding):
             return Place(lineage_of(founding), founding.round, ((founding.founder, founding.incarnation),))
     raise WireError("an entry of a history that is not either a commit or a founding")

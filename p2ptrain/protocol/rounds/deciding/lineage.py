@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding.voters import Voter, is_quorum
 from p2ptrain.protocol.wire.messages import LINEAGE_PATTERN, MAX_COUNT, Beat, Head
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.rounds.deciding.proof import Voter
+from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Reduced, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig

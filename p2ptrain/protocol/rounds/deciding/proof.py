@@ -1,9 +1,8 @@
-"""Voters, quorums, and what peers sign so that others need not trust them. Pure.
-
-The contributors of a round are the voters of the next one.
+"""What peers sign so that others need not trust them. Pure.
 
 | signed | by | proves |
 |---|---|---|
+| a view | each voter that joins a round | whom it sees, which decides who votes next (`voters`) |
 | READY of a record | each voter | a Commit: a quorum accepted the record in one attempt |
 | a head | each voter of it | a SignedHead: a quorum reached this state by its last record |
 | a founding | the founder | who began a lineage, and from which head |
@@ -18,14 +17,13 @@ trust its donor: `HeadVotes` passes on the signatures of a quorum of the voters 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
 from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.deciding.voters import Voter, check_voters, is_quorum
 from p2ptrain.protocol.wire.messages import (
-    MAX_VOTERS,
     Commit,
     Founding,
     Head,
@@ -33,6 +31,7 @@ from p2ptrain.protocol.wire.messages import (
     Ready,
     Record,
     SignedHead,
+    View,
     Vote,
 )
 from p2ptrain.protocol.wire.transport import PeerId, Signer
@@ -40,31 +39,14 @@ from p2ptrain.protocol.wire.transport import PeerId, Signer
 # Peers whose Landed for another head is kept until we have that head: as many as can be linked.
 MAX_EARLY = 256
 
-Voter = tuple[PeerId, str]
-
-
-def voters_of(record: Record) -> tuple[Voter, ...]:
-    """The voters of the next round: the contributors in the record's order. A peer that is listed twice votes once.
-
-    Of more than `MAX_VOTERS` a hash chooses that nobody knows before the round's parent, so that no choice of a peer id
-    makes its owner a voter of each round.
-    """
-    first = {c.peer_id: c.incarnation for c in reversed(record.contributors)}
-    listed = list(dict.fromkeys(c.peer_id for c in record.contributors))
-    if len(listed) > MAX_VOTERS:
-        key = record.parent_hash.encode()[:64]
-        listed.sort(key=lambda peer: hashlib.blake2b(peer.encode(), key=key, digest_size=8).digest())
-    return tuple((peer, first[peer]) for peer in listed[:MAX_VOTERS])
-
-
-def is_quorum(present: Collection[Voter], voters: Sequence[Voter]) -> bool:
-    """Whether `present` has more than half of the voters, or half with the first. Any two quorums share a voter."""
-    count = sum(voter in present for voter in voters)
-    return 2 * count > len(voters) or (2 * count == len(voters) > 0 and voters[0] in present)
-
 
 def _statement(kind: str, digest: str, *fields: object) -> bytes:
     return msgspec.msgpack.encode((f"p2ptrain {kind}", digest, *fields))
+
+
+def view_statement(digest: str, head: Head, view: View) -> bytes:
+    """What a view says: whom this incarnation sees as it joins the round after a head."""
+    return _statement("view", digest, head.lineage, head.round + 1, view.incarnation, view.seen)
 
 
 def ready_statement(digest: str, ready: Ready) -> bytes:
@@ -99,6 +81,24 @@ class Prover:
         self._incarnation = incarnation
         self._digest = digest
 
+    def view(self, head: Head, seen: bytes) -> View:
+        """Our view in the round after a head, signed."""
+        unsigned = View(self._signer.peer_id, self._incarnation, seen, b"")
+        return msgspec.structs.replace(
+            unsigned, signature=self._signer.sign(view_statement(self._digest, head, unsigned))
+        )
+
+    def verify_view(self, view: View, head: Head) -> None:
+        """Raises WireError unless its owner signed it for the round after this head."""
+        if not self._signer.verify(view.peer_id, view_statement(self._digest, head, view), view.signature):
+            raise WireError("a view that its owner has not signed")
+
+    def verify_voters(self, record: Record, head: Head) -> None:
+        """Raises WireError unless a record that follows a head has the voters that follow from signed views."""
+        check_voters(record, head)
+        for view in record.views:
+            self.verify_view(view, head)
+
     def signed_ready(self, ready: Ready) -> Ready:
         """Our READY with our signature."""
         return msgspec.structs.replace(ready, signature=self._signer.sign(ready_statement(self._digest, ready)))
@@ -111,6 +111,8 @@ class Prover:
     def verify_commit(self, commit: Commit, voters: Sequence[Voter]) -> None:
         """Raises WireError unless a quorum of these voters signed READY for the record, in one attempt."""
         record, sha256 = commit.record, commit.record.sha256
+        if record.views:
+            raise WireError("a Commit with views")
 
         def statement(incarnation: str) -> bytes:
             ready = Ready(record.lineage, record.round, commit.attempt, incarnation, sha256, b"")
@@ -144,7 +146,7 @@ class Prover:
         record = head.record
         if record is not None and record.lineage == head.lineage:
             same = (record.genesis, record.round, record.run_step, record.tokens_total)
-            if same != (head.genesis, head.round, head.run_step, head.tokens_total) or head.voters != voters_of(record):
+            if same != (head.genesis, head.round, head.run_step, head.tokens_total) or head.voters != record.voters:
                 raise WireError("a head that its last record does not lead to")
 
     def founding(self, parent: str, round_: int, state_hash: str) -> Founding:
@@ -214,8 +216,11 @@ class HeadVotes:
         self._early.pop(sender, None)
 
     def is_landing(self, present: Collection[Voter]) -> bool:
-        """Whether one of these voters of our head has not landed it yet, as far as we know."""
-        return self._head is not None and any(v in present and v not in self._votes for v in self._head.voters)
+        """Whether one of these voters that contributed to our head has not landed it yet, as far as we know."""
+        if self._head is None:
+            return False
+        awaited = self._head.contributors.intersection(self._head.voters, present)
+        return not awaited <= self._votes.keys()
 
     @property
     def quorum(self) -> tuple[Vote, ...] | None:

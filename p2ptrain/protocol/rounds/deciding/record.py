@@ -18,7 +18,7 @@ from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blob, Conclusion, is_audited
 from p2ptrain.protocol.rounds.deciding.grid import Grid, averages_all
 from p2ptrain.protocol.rounds.deciding.policy import may_be_drawn, rank
-from p2ptrain.protocol.rounds.deciding.proof import Voter
+from p2ptrain.protocol.rounds.deciding.voters import Voter, next_voters
 from p2ptrain.protocol.wire.messages import MAX_COUNT, Arrived, Contributor, Head, Join, Record, Roster, pack
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -120,7 +120,7 @@ def record_of(
     contributors: Sequence[Contributor],
     conclusion: Conclusion,
 ) -> Record:
-    """The decision of a round: the mean, the outer step, and the next interval of each member.
+    """The decision of a round: the mean, the outer step, each member's next interval, and the next voters.
 
     Args:
         joins: of all peers that joined the attempt.
@@ -142,6 +142,8 @@ def record_of(
     progress = run_step / run.total_steps if run.total_steps else 0.0
     sync_every = scheduled_interval(run.sync_schedule, run.sync_every, progress)
     cosine, norm = measures_of(conclusion.grams, [c.weight for c in contributors])
+    voters = ((peer, join) for peer, join in joins.items() if (peer, join.incarnation) in head.voters)
+    views = tuple(join.view for _, join in voters if join.view is not None)
     return Record(
         genesis=head.genesis,
         lineage=head.lineage,
@@ -163,6 +165,8 @@ def record_of(
         ),
         cosine=cosine,
         mean_norm=norm,
+        voters=next_voters(head, contributors, views),
+        views=views,
     )
 
 
@@ -277,9 +281,8 @@ def expected(record: Record, present: Collection[Voter], most: int, swarm_size: 
 def check_company(record: Record, present: Collection[Voter]) -> None:
     """Raises RoundFailedError if a record that we have not decided yet leaves most of us out.
 
-    Its contributors are the voters of the next round: a leader that names few of those present could take the run
-    over. Not called for a member that sits the round out, because it expects to be left out, nor for a leader that has
-    chosen the contributors itself.
+    A leader could else leave out the others, and train the model alone. Not called for a member that sits the round
+    out, because it expects to be left out, nor for a leader that has chosen the contributors itself.
 
     Args:
         present: ourselves, and the live peers of our lineage that contributed of late, of those that it should name.

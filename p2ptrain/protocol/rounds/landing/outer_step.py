@@ -11,7 +11,6 @@ from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Landing
 from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blobs
-from p2ptrain.protocol.rounds.deciding.proof import voters_of
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
 Land = Callable[[int, np.ndarray, np.ndarray], None]
@@ -84,7 +83,7 @@ def head_of(commit: Commit, state: AnchorState) -> Head:
         record.round,
         state.hashes.state,
         state.hashes.anchor,
-        voters_of(record),
+        record.voters,
         record.run_step,
         record.tokens_total,
         commit,

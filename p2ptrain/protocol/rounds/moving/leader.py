@@ -199,7 +199,7 @@ class AveragingLeader:
         # At parts that are left, all reducers report the same root of a contributor.
         roots = {member: root for part in left for member, root in self._roots[part].items()}
         kept: dict[PeerId, float] = {}
-        own = self._context.peer_id if self._context.liveness.own in self._head.voters else None
+        own = self._context.peer_id if self._context.liveness.own in self._head.contributors else None
         for member, verdict in guard.guarded(run, joins, norms, own).items():
             if verdict.scale:
                 kept[member] = verdict.scale

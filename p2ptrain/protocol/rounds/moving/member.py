@@ -20,14 +20,25 @@ from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
 from p2ptrain.protocol.rounds.deciding.events import Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
-from p2ptrain.protocol.rounds.deciding.policy import parts_of
+from p2ptrain.protocol.rounds.deciding.policy import drawn, parts_of
 from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
+from p2ptrain.protocol.rounds.deciding.voters import seen_of
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
 from p2ptrain.protocol.rounds.moving.fetch import RecordFetcher, UnusableMeanError
 from p2ptrain.protocol.rounds.moving.reducer import Reducer
 from p2ptrain.protocol.rounds.moving.snapshot import CHUNKS_PER_VISIT, OwnContribution, SnapshotTaker
-from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
+from p2ptrain.protocol.wire.messages import (
+    MAX_VOTERS,
+    Attempt,
+    Contribution,
+    Head,
+    Join,
+    Record,
+    Reduce,
+    Roster,
+    View,
+)
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -371,9 +382,23 @@ class Participation:
             rate=max((link.rate_bytes_s for link in links.live.values()), default=0.0),
             linked=tuple(links.live),
             at_length=own.snapshot.at_length if own else False,
+            view=self._view(),
             ready_attempt=None,
             ready=None,
         )
+
+    def _view(self) -> View | None:
+        """Whom we see: voters, and while there is room for more, peers that may be drawn. None if we do not vote."""
+        context, voters = self._context, self._head.voters
+        if context.liveness.own not in voters:
+            return None
+        present = context.liveness.present()
+        if len(voters) < MAX_VOTERS:
+            likely = drawn(self._head.state_hash, dict(present), context.run.max_contributors)
+            seen = {voter for voter in present if voter in voters or voter[0] in likely}
+        else:
+            seen = present.intersection(voters)
+        return context.prover.view(self._head, seen_of(seen))
 
 
 def _holders_at(record: Record, block: int) -> set[PeerId]:

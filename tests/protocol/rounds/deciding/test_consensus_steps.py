@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from copy import deepcopy
 from typing import Any
 
@@ -40,8 +39,8 @@ from p2ptrain.protocol.rounds.deciding.events import (
     deadline_s,
 )
 from p2ptrain.protocol.rounds.deciding.policy import drawn, rank
-from p2ptrain.protocol.rounds.deciding.proof import MAX_VOTERS, is_quorum, voters_of
 from p2ptrain.protocol.rounds.deciding.record import check_company, expected
+from p2ptrain.protocol.rounds.deciding.voters import is_quorum
 from p2ptrain.protocol.wire.messages import (
     MAX_REASON,
     Abort,
@@ -72,7 +71,7 @@ FIRST, SECOND = Attempt(1, "a", "1"), Attempt(2, "b", "1")
 
 
 def record(name: str = "sgd", **changes: Any) -> Record:
-    plain = Record("genesis", "0-x", 5, "state", (), (), name, 1.0, 0.0, 110, 1100, (), 0.0, 0.0)
+    plain = Record("genesis", "0-x", 5, "state", (), (), name, 1.0, 0.0, 110, 1100, (), 0.0, 0.0, (), ())
     return msgspec.structs.replace(plain, **changes)
 
 
@@ -84,7 +83,7 @@ def join(
     attempt: Attempt, ready_attempt: Attempt | None = None, ready: Record | None = None, incarnation: str = "1"
 ) -> Join:
     return Join(
-        "0-x", 5, attempt, incarnation, "state", True, 10, 0, 100, 1.0, 1.0, (), False, ready_attempt, ready
+        "0-x", 5, attempt, incarnation, "state", True, 10, 0, 100, 1.0, 1.0, (), False, None, ready_attempt, ready
     )  # fmt: skip
 
 
@@ -157,24 +156,6 @@ def test_any_two_quorums_share_a_voter() -> None:
         assert quorums
         assert all(one & other for one in quorums for other in quorums)
     assert not is_quorum(set(), [])
-
-
-def test_voters_are_contributors_once_each_and_not_too_many() -> None:
-    twice = record(
-        contributors=(Contributor("a", "1", 1.0, b""), Contributor("b", "1", 1.0, b""), Contributor("a", "2", 1.0, b""))
-    )
-    assert voters_of(twice) == (("a", "1"), ("b", "1"))
-
-
-def test_of_too_many_contributors_others_vote_in_each_round() -> None:
-    """Whoever chooses its id so that it comes first votes no more often than others."""
-    names = [f"{i:03d}" for i in range(2 * MAX_VOTERS)]
-    contributors = tuple(Contributor(name, "1", 1.0, b"") for name in names)
-    voted = Counter(
-        name for i in range(50) for name, _ in voters_of(record(contributors=contributors, parent_hash=f"state {i}"))
-    )
-    assert sum(voted.values()) == 50 * MAX_VOTERS
-    assert all(10 <= voted[name] <= 40 for name in names)
 
 
 def test_a_record_needs_half_of_those_present_as_contributors_with_a_weight() -> None:

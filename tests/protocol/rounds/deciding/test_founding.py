@@ -18,9 +18,9 @@ import pytest
 
 from p2ptrain.protocol.rounds.deciding import history, lineage
 from p2ptrain.protocol.rounds.deciding.history import ends_at, place_of
-from p2ptrain.protocol.rounds.deciding.proof import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding.voters import Voter, is_quorum, next_voters, seen_of
 from p2ptrain.protocol.state_sync import provenance
-from p2ptrain.protocol.wire.messages import Attempt, Commit, Contributor, Entry, Founding, Head, Record, Vote
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Contributor, Entry, Founding, Head, Record, View, Vote
 
 # Peers that come to rest do so within so many passes.
 MOST_PASSES = 50
@@ -41,9 +41,11 @@ def entries_of(path: Path) -> tuple[Entry, ...]:
     if kind == "f":
         return (*before, Entry(None, Founding(place.lineage, place.round, state_of(path[:-1]), *peers[0], b"")))
     named = tuple(Contributor(*peer, 1.0, bytes(32)) for peer in peers)
+    views = [View(*peer, seen_of(peers), b"") for peer in peers if peer in place.voters]
     record = Record(
-        "g", place.lineage, place.round + 1, state_of(path[:-1]), named, (), "sgd", 1.0, 0.0, 0, 0, (), 0.0, 0.0
-    )
+        "g", place.lineage, place.round + 1, state_of(path[:-1]), named, (), "sgd", 1.0, 0.0, 0, 0, (), 0.0, 0.0,
+        next_voters(head_of(path[:-1]), named, views), (),
+    )  # fmt: skip
     votes = tuple(Vote(*voter, b"") for voter in place.voters if voter in peers)
     return (*before, Entry(Commit(record, Attempt(1, *peers[0]), votes), None))
 

@@ -50,7 +50,7 @@ HEAD = Head("0-g", "0-g", 0, "s", "a", (("a", "a.1"),), 20, 2**62, None)
 
 def join_of(peer_id: str, linked: tuple[str, ...] = (), **fields: object) -> Join:
     join = Join(
-        "0-g", 1, ATTEMPT, f"{peer_id}.1", "state", True, 100, 0, 20, 10.0, 1e6, linked, False, None, None
+        "0-g", 1, ATTEMPT, f"{peer_id}.1", "state", True, 100, 0, 20, 10.0, 1e6, linked, False, None, None, None
     )  # fmt: skip
     return msgspec.structs.replace(join, **fields)
 

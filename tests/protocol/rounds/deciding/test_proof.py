@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.deciding.proof import MAX_EARLY, MAX_VOTERS, HeadVotes, voters_of
+from p2ptrain.protocol.rounds.deciding.proof import MAX_EARLY, HeadVotes
 from p2ptrain.protocol.wire.messages import (
+    MAX_VOTERS,
     Attempt,
     Commit,
     Contributor,
@@ -25,7 +26,7 @@ from tests.protocol.signing import genesis_of, prover_of, record_after, signed_b
 
 DIGEST = "d" * 64
 RECORD = record_after("0-g", "0-x", 5, "abc")
-VOTERS = voters_of(RECORD)
+VOTERS = RECORD.voters
 HEAD = Head("0-g", "0-x", 5, "state", "anchor", VOTERS, 5, 5, Commit(RECORD, Attempt(1, "a", "a.1"), ()))
 
 
@@ -145,6 +146,17 @@ def test_a_head_is_passed_on_once_a_quorum_has_landed() -> None:
 def test_who_is_no_voter_does_not_sign_a_head() -> None:
     for own, signs in ((("a", "a.1"), True), (("a", "a.2"), False), (("x", "x.1"), False)):
         assert (HeadVotes(prover_of(own[0], DIGEST), own).begin(HEAD, ()) is not None) == signs
+
+
+def test_only_voters_that_contributed_are_awaited_while_a_round_lands() -> None:
+    """Who did not may be too slow for each round."""
+    votes = HeadVotes(prover_of("a", DIGEST), ("a", "a.1"))
+    head = msgspec.structs.replace(HEAD, voters=(*VOTERS, ("d", "d.1")))
+    votes.begin(head, ())
+    assert votes.is_landing([("b", "b.1"), ("d", "d.1")])
+    assert not votes.is_landing([("d", "d.1"), ("x", "x.1")])
+    votes.note("b", prover_of("b", DIGEST).landed(head))
+    assert not votes.is_landing([("b", "b.1"), ("d", "d.1")])
 
 
 def test_what_lands_early_takes_a_bounded_room() -> None:

@@ -224,16 +224,17 @@ class Orchestrator:
     def _has_enough_voters(self) -> bool:
         """Whether the last round's contributors, who vote on the next one, remain a quorum after a kill.
 
-        Two of three are a quorum. So is one of two if its id is the smaller one, and the other one is killed.
+        Two of three are a quorum. So is the first of two, the founder.
         """
         last = self._swarm.rounds.applied[-1:]
         return any(min(len(round_.contributors), len(round_.applied)) >= min(3, self._plan.peers) for round_ in last)
 
     def _choose_victim(self) -> int:
-        """The founder, or of two peers the one with the larger id, as the smaller id breaks ties of two voters."""
+        """The founder; of two peers the other one, as the founder is the first voter, and a quorum alone."""
+        founder = next((peer.number for peer in self._swarm.up if peer.founded), self._plan.peers)
         if self._plan.peers == 2:
-            return max(self._swarm.up, key=lambda peer: peer.peer_id).number
-        return next((peer.number for peer in self._swarm.up if peer.founded), self._plan.peers)
+            return next(peer.number for peer in self._swarm.up if peer.number != founder)
+        return founder
 
     def _check(self) -> None:
         """Raise DemoFailedError if a peer has failed or hangs."""

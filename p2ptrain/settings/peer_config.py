@@ -99,15 +99,15 @@ class NetworkConfig:
     peer_timeout_s: float = setting(30.0,
         number("at least 3 (a peer with few links sends a heartbeat every second)", lambda seconds: seconds >= 3),
         metavar="SECONDS",
-        help="Longest silence before a peer is considered lost; on quick links 10 s.",
-        why="Enough for a laptop that swaps or a route that changes (guess). Give less if your links are quick. "
+        help="Longest silence before a peer is considered lost; 10 s if its heartbeats are frequent.",
+        why="Enough for a laptop that swaps or a route that changes (guess). "
         "A peer with many links sends heartbeats more rarely, and may be silent for three of its intervals.")
     gossip_budget: float = setting(0.02, number("above 0 and at most 1, all cores", lambda share: 0 < share <= 1),
         metavar="SHARE",
         help="Share of this machine's CPU time that gossip may take; less: fewer pushes.",
         why="Where every core is busy, what gossip takes is lost to training: 1.7 to 3.4 % were measured with models "
-        "of 25M and 124M parameters, 4 to 6 % with steps of 4 ms. With eight cores or more, gossip hardly ever needs "
-        "as much, and pushes at every step.")
+        "of 25M and 124M parameters, 4.5 to 6 % with steps of 4 ms or less. With eight cores or more, gossip "
+        "hardly ever needs as much, and pushes at every step.")
     relay_peers: int = setting(32, count(0),
         help="Peers behind NAT to relay traffic for; 0 for none.",
         why="Each circuit takes up to 2 MB of buffers, and its traffic passes twice (guess). Used only with a public "

@@ -56,7 +56,7 @@ class LocalPolicy:
         remembered: ids of the peers last seen alive before a restart. They are dialled, but not trusted.
         pins: the founder or a record of the run, if the user gave one. No other run is joined.
         refusal: which peers the user refuses, and why.
-        peer_timeout_s: seconds without a message before a peer is considered lost.
+        peer_timeout_s: longest silence before a peer is considered lost.
         gossip_budget: cores that gossip may keep busy; infinite for a push at every step.
     """
 

@@ -265,10 +265,10 @@ class Attempts:
                 pass
             case m.Call():
                 self._on_call(sender, message)
-            case m.Join(incarnation=incarnation) if not self._context.liveness.is_incarnation((sender, incarnation)):
-                return  # of its process before a restart
+            case m.Join(incarnation=incarnation) if not self._context.liveness.is_linked_as((sender, incarnation)):
+                return  # from a process before a restart, or a lie
             case _:
-                self._check_signatures(sender, message)
+                self._check_proofs(sender, message)
                 self._receive(sender, message)
         match message:
             case m.Join(attempt=attempt):
@@ -288,11 +288,12 @@ class Attempts:
                 else:
                     leader.deliver(sender, message)
 
-    def _check_signatures(self, sender: PeerId, message: m.Message) -> None:
-        """Raises WireError if a message of this round is not signed by those who must have signed it."""
+    def _check_proofs(self, sender: PeerId, message: m.Message) -> None:
+        """Raises WireError if a message of this round lacks a signature, or names voters that follow from no views."""
         state, prover = self.state, self._context.prover
         head, here = state.head, (state.head.lineage, state.round)
-        ours = state.proposer.attempt if state.proposer is not None else None
+        called = state.proposer.called if state.proposer is not None else ()
+        ours = state.proposer.attempt if state.proposer is not None and sender in called else None
         joined = state.member.attempt if state.member is not None else None
         match message:
             case m.Join(view=view, ready=ready) if message.attempt == ours:

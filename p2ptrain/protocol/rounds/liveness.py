@@ -74,22 +74,18 @@ class Liveness:
     def is_linked(self, peer_id: PeerId) -> bool:
         return peer_id == self.own[0] or self._links.get(peer_id) is not None
 
-    def is_incarnation(self, voter: Voter) -> bool:
-        """Whether this is us, or the incarnation of a peer that we are linked with."""
-        link = self._links.get(voter[0])
-        return voter == self.own if link is None else link.hello.incarnation == voter[1]
+    def is_linked_as(self, voter: Voter) -> bool:
+        """Whether we are this incarnation of a peer, or linked with it. Called for every beat, so it is cheap."""
+        link = self._links.live.get(voter[0])
+        return voter == self.own or (link is not None and link.hello.incarnation == voter[1])
 
     def round_trip_s(self) -> float:
         """The longest round trip to a linked peer of our lineage."""
         return max((link.flow.rtt_s for link in self._lineage_links().values()), default=0.0)
 
     def reach(self, head: Head) -> int:
-        """Number of voters that we are linked with, including ourselves. Computed for every beat, so it is cheap."""
-        live = self._links.live
-        return sum(
-            voter == self.own or ((link := live.get(voter[0])) is not None and link.hello.incarnation == voter[1])
-            for voter in head.voters
-        )
+        """Number of voters that we are linked with, including ourselves."""
+        return sum(map(self.is_linked_as, head.voters))
 
     def reaches(self, head: Head) -> dict[PeerId, int]:
         """`reach` of ourselves and, as they report it, of the live trainers."""

@@ -14,7 +14,7 @@ from p2ptrain.protocol.rounds.deciding.events import Lead
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.deciding.policy import drawn
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, PeerBackoff
-from p2ptrain.protocol.rounds.deciding.voters import Voter, is_quorum
+from p2ptrain.protocol.rounds.deciding.voters import FEWEST_VOTERS, Voter, is_quorum
 from p2ptrain.protocol.wire.messages import Due, Head
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -49,8 +49,6 @@ WINDOW_MARGIN = 1.5
 MOST_DOUBLINGS = 2
 # The peer that reaches most voters leads; every third attempt may be led by any live peer.
 ANY_LEADER_EVERY = 3
-# So few voters may be led by one of them again and again: an attempt that a silent one should lead costs seconds.
-FEW_VOTERS = 2
 # A fast peer may be due again before the last round has landed here.
 MAX_ROUNDS_AHEAD = 2
 # A Due may name a later attempt than we know of, within this limit.
@@ -77,19 +75,20 @@ def leader_of(
     if counter % ANY_LEADER_EVERY != ANY_LEADER_EVERY - 1:
         present = [voter for voter in present if reach.get(voter[0], 0) == furthest]
 
-    contributed, last = head.contributors, last_leader(head) if counter == 0 else ""
+    contributed, barred = head.contributors, barred_leader(head) if counter == 0 else ""
 
     def rank(voter: Voter) -> tuple[bool, bool, bool, bytes]:
         votes, takes_part = voter in head.voters, voter in contributed
         name = f"{head.lineage}/{head.round + 1}/{counter}/{voter[0]}"
-        return not votes, voter[0] == last, not takes_part, hashlib.blake2b(name.encode(), digest_size=8).digest()
+        return not votes, voter[0] == barred, not takes_part, hashlib.blake2b(name.encode(), digest_size=8).digest()
 
     return min(present, key=rank)[0]
 
 
-def last_leader(head: Head) -> PeerId:
-    """Who led the last round, if it is not to lead the next one; "" where few vote."""
-    return head.commit.attempt.leader if head.commit is not None and len(head.voters) > FEW_VOTERS else ""
+def barred_leader(head: Head) -> PeerId:
+    """The last round's leader, whose turn it is not; "" if fewer than three vote."""
+    # Fewer are decided by the first alone, and waiting for a silent one costs seconds.
+    return head.commit.attempt.leader if head.commit is not None and len(head.voters) >= FEWEST_VOTERS else ""
 
 
 class Schedule:
@@ -143,7 +142,7 @@ class Schedule:
 
         A round changes the state that joiners download. A peer that is alone therefore waits while they make progress.
         A slow joiner must not delay other members: they wait only for one that rounds have overtaken, as it might never
-        get the state, and for a voter that has not landed the last round (`is_landing`), whose parts would be gone.
+        get the state, and for a voter of the last round that has not landed it (`is_landing`): its parts would be gone.
         The only voter of a round waits for peers that are one round behind, and one that has begun a lineage for those
         that follow it: without them, it would discard what they have learned since the last round.
         """
@@ -224,14 +223,15 @@ class Schedule:
         return leader_of(head, self.counter, due, present, liveness.reaches(head)) == self._context.peer_id
 
     def is_out_of_turn(self, leader: PeerId, head: Head, now: float) -> bool:
-        """Whether not to follow a Call: soon after we are due, of the last leader, or of a peer that does not vote.
+        """Whether to ignore a Call because another voter should lead.
 
-        One peer could else lead each round, and keep newcomers out. Later, and where no other voter reaches as many,
-        anybody may lead.
+        That is so for the last round's leader and for peers that do not vote, in the first attempt and until
+        `DUE_AGAIN_S` after we are due, while another voter reaches as many voters. Otherwise one peer could lead every
+        round, and keep newcomers out.
         """
-        exchange, last = self._context.exchange, last_leader(head)
-        may_lead = {peer for peer, _ in head.voters} - {last}
-        if leader in may_lead or (exchange.round_due and now - self._due_from_s >= DUE_AGAIN_S):
+        is_late = self._context.exchange.round_due and now - self._due_from_s >= DUE_AGAIN_S
+        may_lead = {peer for peer, _ in head.voters} - {barred_leader(head)}
+        if leader in may_lead or is_late or self.counter > 0:
             return False
         reaches, ignored = self._context.liveness.reaches(head), self.passed_over(head, now)
         reach = reaches.get(leader, 0)

@@ -29,10 +29,12 @@ MAX_MADDR_LENGTH = 512  # a relayed one with two peer ids has 150 characters
 MAX_REASON = 512
 # Of a message that does not fit its schema: bytes that are decoded for the error, and characters that it shows.
 MAX_SHOWN_BYTES, MAX_SHOWN_CHARS = 4096, 80
-# Only the first contributors of a round decide the next, so that the leader's wait is bounded in large swarms (guess).
+# So many peers vote at most, so that the leader's wait is bounded in large swarms (guess).
 MAX_VOTERS = 31
-# Peers that a view names, and the size of their hashes: the voters, and those that may be drawn.
-MAX_SEEN, VOTER_HASH_BYTES = 128, 16
+# A view names at most 94 peers: 30 voters and the 64 that may be drawn, or 31 voters. Room for later versions.
+MAX_SEEN = 128
+# Nobody finds another peer with the same hash.
+VOTER_HASH_BYTES = 16
 # A public key and a signature made with it; with an RSA key of 4096 bits, these have 1,070 bytes.
 MAX_SIGNATURE_BYTES = 2048
 # See `Offer`.

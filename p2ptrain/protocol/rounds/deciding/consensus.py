@@ -1,7 +1,7 @@
 """The decision of one round: single-decree Paxos for each (lineage, round), as a pure function.
 
-Lamport, "Paxos Made Simple" (2001). The voters of a round are the contributors of the one before it; each is a peer
-with its incarnation (new at every start of the process). How our messages map to the terms of Paxos:
+Lamport, "Paxos Made Simple" (2001). The record of the round before names the voters of a round (`voters`); each is
+a peer with its incarnation (new at every start of the process). How our messages map to the terms of Paxos:
 
 | ours | Paxos | who → whom |
 |---|---|---|

@@ -142,8 +142,7 @@ def record_of(
     progress = run_step / run.total_steps if run.total_steps else 0.0
     sync_every = scheduled_interval(run.sync_schedule, run.sync_every, progress)
     cosine, norm = measures_of(conclusion.grams, [c.weight for c in contributors])
-    voters = ((peer, join) for peer, join in joins.items() if (peer, join.incarnation) in head.voters)
-    views = tuple(join.view for _, join in voters if join.view is not None)
+    views = tuple(j.view for p, j in joins.items() if j.view is not None and (p, j.incarnation) in head.voters)
     return Record(
         genesis=head.genesis,
         lineage=head.lineage,
@@ -281,8 +280,8 @@ def expected(record: Record, present: Collection[Voter], most: int, swarm_size: 
 def check_company(record: Record, present: Collection[Voter]) -> None:
     """Raises RoundFailedError if a record that we have not decided yet leaves most of us out.
 
-    A leader could else leave out the others, and train the model alone. Not called for a member that sits the round
-    out, because it expects to be left out, nor for a leader that has chosen the contributors itself.
+    Otherwise a leader could leave out the others, and train the model alone. Not called for a member that sits the
+    round out, because it expects to be left out, nor for a leader that has chosen the contributors itself.
 
     Args:
         present: ourselves, and the live peers of our lineage that contributed of late, of those that it should name.

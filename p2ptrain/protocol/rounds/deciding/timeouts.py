@@ -4,7 +4,7 @@
 one is longer.
 
 **The interval** between two rounds must be long enough. Training goes on during a round, so that its result lands late.
-That costs loss (docs/evidence/late.md).
+That costs loss: with Muon, 5 of 25 steps late cost 0.04 nats, and 20 of them 0.16 (docs/evidence/late.md).
 """
 
 from __future__ import annotations

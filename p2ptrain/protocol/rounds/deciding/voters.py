@@ -1,17 +1,18 @@
-"""Who decides the next round. Pure.
+"""Who votes on the next round. Pure.
 
-The founder of a lineage votes first. Whoever leads a round could name few contributors, or make some up. So it is the
-voters that say who is there: each signs, when it joins an attempt, with which peers it is linked (its *view*). A
-contributor begins to vote if a quorum of the voters sees it, and a voter ends if a quorum does not, unless its own view
-came. So fewer liars than a quorum add and remove nobody, whoever leads.
+A leader could name few contributors, or make some up, so it does not choose the voters. Each voter signs, as it joins
+an attempt, with which peers it is linked: its *view*. A contributor becomes a voter if the views of a quorum have it. A
+voter stops being one if the views of a quorum lack it and its own is missing. So liars that are no quorum neither add a
+peer that the others do not see, nor remove one that they do, whoever leads.
 
-Three voters stay until others take their places: of two, the first decides alone.
+The founder of a lineage is its first voter. Three voters stay until others take their places: of two, the first decides
+alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -21,6 +22,7 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 Voter = tuple[PeerId, str]  # with its incarnation
 
+# Of two voters, the first is a quorum by itself.
 FEWEST_VOTERS = 3
 
 
@@ -42,28 +44,26 @@ def _hash_of(voter: Voter) -> bytes:
 def next_voters(head: Head, contributors: Iterable[Contributor], views: Iterable[View]) -> tuple[Voter, ...]:
     """The voters of the round after the one that follows `head`, at most `MAX_VOTERS`.
 
-    Those that stay come first, in their order. The others follow by a hash that nobody knows before the round's parent,
-    so that no choice of a peer id makes its owner a voter of each round.
+    Those that stay come first, in their order. The others follow by a hash keyed with the state, which nobody knows
+    before the last round: so no choice of a peer id makes its owner a voter of each round.
 
     Args:
+        contributors: of the round that follows `head`; distinct, as `check_record` demands.
         views: of voters of `head`. Those that are missing change nobody.
     """
     seen = {(view.peer_id, view.incarnation): _hashes_in(view.seen) for view in views}
 
-    def agreed(says: Callable[[set[bytes]], bool]) -> bool:
-        return is_quorum({voter for voter, hashes in seen.items() if says(hashes)}, head.voters)
+    def seen_by(voter: Voter) -> set[Voter]:
+        digest = _hash_of(voter)
+        return {viewer for viewer, hashes in seen.items() if digest in hashes}
 
-    def is_seen(voter: Voter) -> bool:
-        return agreed(lambda hashes: _hash_of(voter) in hashes)
-
-    def is_missed(voter: Voter) -> bool:
-        return voter not in seen and agreed(lambda hashes: _hash_of(voter) not in hashes)
-
-    missed = [voter for voter in head.voters if is_missed(voter)]
-    stay = {voter[0] for voter in head.voters if voter not in missed}
+    missed = [v for v in head.voters if v not in seen and is_quorum(seen.keys() - seen_by(v), head.voters)]
+    stay = {peer_id for peer_id, _ in set(head.voters).difference(missed)}
+    named = ((c.peer_id, c.incarnation) for c in contributors if c.peer_id not in stay)
+    key = head.state_hash.encode()[:64]
     new = sorted(
-        filter(is_seen, ((c.peer_id, c.incarnation) for c in contributors if c.peer_id not in stay)),
-        key=lambda voter: hashlib.blake2b(voter[0].encode(), key=head.state_hash.encode()[:64], digest_size=8).digest(),
+        (voter for voter in named if is_quorum(seen_by(voter), head.voters)),
+        key=lambda voter: hashlib.blake2b(voter[0].encode(), key=key, digest_size=8).digest(),
     )
     # Another incarnation takes the place of the one before.
     missed = [voter for voter in missed if voter[0] not in dict(new)]

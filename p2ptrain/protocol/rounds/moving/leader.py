@@ -138,8 +138,7 @@ class AveragingLeader:
             # The next attempt gets more time, as after one that timed out as a whole.
             self._context.timeouts.note_timed_out(self._attempt_s)
             raise RoundFailedError("a reducer did not average its part in time")
-        # From here a lost reducer is not avoided, as its part is done. A lost contributor stays in the mean, and is a
-        # voter of the next round.
+        # From here a lost reducer is not avoided, as its part is done. A lost contributor stays in the mean.
         self._averaging.clear()
         self._heard_s.clear()
         return record_of(self._context.run, head, joins, members, contributors, conclusion)

@@ -393,12 +393,10 @@ class Participation:
         if context.liveness.own not in voters:
             return None
         present = context.liveness.present()
+        likely: Collection[PeerId] = ()
         if len(voters) < MAX_VOTERS:
-            likely = drawn(self._head.state_hash, dict(present), context.run.max_contributors)
-            seen = {voter for voter in present if voter in voters or voter[0] in likely}
-        else:
-            seen = present.intersection(voters)
-        return context.prover.view(self._head, seen_of(seen))
+            likely = drawn(self._head.state_hash, (peer for peer, _ in present), context.run.max_contributors)
+        return context.prover.view(self._head, seen_of(v for v in present if v in voters or v[0] in likely))
 
 
 def _holders_at(record: Record, block: int) -> set[PeerId]:

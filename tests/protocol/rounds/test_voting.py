@@ -1,0 +1,69 @@
+"""Who votes, in a swarm: newcomers do soon, those that have left do not, and whom a voter says it sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from p2ptrain.protocol.rounds.deciding.policy import drawn
+from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
+from p2ptrain.protocol.rounds.deciding.voters import Voter, seen_of
+from p2ptrain.protocol.rounds.moving.member import Participation
+from p2ptrain.protocol.wire.messages import MAX_SEEN, MAX_VOTERS, VOTER_HASH_BYTES, Attempt, View, pack, unpack
+from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
+
+
+def test_a_newcomer_votes_soon_and_one_that_has_left_votes_no_more() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 2, 4))
+            s.start("e")
+            a = s.peers["a"].node.driver
+
+            def voters() -> str:
+                return "".join(sorted(name for name, _ in a.head.voters))
+
+            await s.until(lambda: voters() == "abcde", within_s=60)
+            s.kill("b")
+            await s.until(lambda: voters() == "acde", within_s=60)
+            s.start("b")
+            await s.until(lambda: voters() == "abcde", within_s=60)
+            b = s.peers["b"].node.driver.context.liveness.own
+            assert b in a.head.voters
+            s.kill("b")
+            s.start("b")
+            await s.until(lambda: voters() == "abcde" and b not in a.head.voters, within_s=60)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("num_voters", [30, MAX_VOTERS])
+def test_a_view_names_voters_and_while_there_is_room_who_may_be_drawn(num_voters: int) -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            start_all(s, "a")
+            await s.until_joined()
+            driver = s.peers["a"].node.driver
+            context = driver.context
+            others = [(f"p{number:03}", "1") for number in range(120)]
+            voters = (context.liveness.own, *others[: num_voters - 1])
+            context.liveness.present = lambda: {context.liveness.own, *others}  # type: ignore[method-assign]
+            attempt = Attempt(1, "a", "1")
+
+            def view_of(voters: tuple[Voter, ...]) -> View | None:
+                head = replace(driver.head, voters=voters)
+                return Participation(context, attempt, head, Any, Any, Any)._view()  # type: ignore[arg-type]
+
+            view = view_of(voters)
+            assert view is not None
+            likely = drawn(driver.head.state_hash, ["a", *(peer for peer, _ in others)], MAX_CONTRIBUTORS)
+            room = {voter for voter in others if voter[0] in likely} if num_voters < MAX_VOTERS else set()
+            assert view.seen == seen_of(room.union(voters))
+            assert len(view.seen) <= MAX_SEEN * VOTER_HASH_BYTES
+            assert unpack(View, pack(view)) == view
+            assert view_of(tuple(others[:3])) is None
+
+    run_virtual(main)

@@ -17,7 +17,7 @@ An honest peer sends at most:
 - A fragment per push, of which there are at most 20 a second.
 - An Ack for each 24 KiB that it received.
 - A Request for each answer that it waits for, with at most twelve under way: about as many as it gets answers.
-- For an attempt at a round, with a record of at most 40 KiB in some of them: as a leader Call, Roster, Reduce, Propose,
+- For an attempt at a round, with a record of at most 90 KiB in some of them: as a leader Call, Roster, Reduce, Propose,
   and Commit or Abort; as a member Due, Join or Refuse, Reduced, Ready or Withdraw, and one Arrived for each member (64)
   and every 5 s. So about 80 messages, and two attempts a second are many.
 

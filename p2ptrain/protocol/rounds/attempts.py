@@ -20,7 +20,7 @@ from p2ptrain.protocol.rounds.context import RoundContext, RoundEvents
 from p2ptrain.protocol.rounds.deciding import consensus
 from p2ptrain.protocol.rounds.deciding import events as ev
 from p2ptrain.protocol.rounds.deciding.events import State
-from p2ptrain.protocol.rounds.deciding.record import check_roster, joins_rounds
+from p2ptrain.protocol.rounds.deciding.record import check_roster, check_size, joins_rounds
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S
 from p2ptrain.protocol.rounds.landing.commit import Committer
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
@@ -296,14 +296,16 @@ class Attempts:
         ours = state.proposer.attempt if state.proposer is not None and sender in called else None
         joined = state.member.attempt if state.member is not None else None
         match message:
-            case m.Join(view=view, ready=ready) if message.attempt == ours:
+            case m.Join(view=view, ready=ready) if (message.lineage, message.round, message.attempt) == (*here, ours):
                 if view is not None:
                     if (view.peer_id, view.incarnation) != (sender, message.incarnation):
                         raise WireError("a Join with the view of another peer")
                     prover.verify_view(view, head)
                 if ready is not None and (ready.lineage, ready.round) == here:
+                    check_size(ready)
                     prover.verify_voters(ready, head)
             case m.Propose(record=record) if message.attempt == joined and (record.lineage, record.round) == here:
+                check_size(record)
                 prover.verify_voters(record, head)
             case m.Ready() if message.attempt == ours:
                 prover.verify_ready(sender, message)

@@ -15,7 +15,7 @@ from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.deciding.policy import drawn
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_LEADER_S, PeerBackoff
 from p2ptrain.protocol.rounds.deciding.voters import FEWEST_VOTERS, Voter, is_quorum
-from p2ptrain.protocol.wire.messages import Due, Head
+from p2ptrain.protocol.wire.messages import MAX_VOTERS, Due, Head
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -56,39 +56,53 @@ MAX_DUE_AHEAD = 8
 
 
 def leader_of(
-    head: Head, counter: int, due: Collection[PeerId], present: Collection[Voter], reach: Mapping[PeerId, int]
+    head: Head,
+    counter: int,
+    due: Collection[PeerId],
+    present: Collection[Voter],
+    reach: Mapping[PeerId, int],
+    barred: Collection[PeerId] = (),
 ) -> PeerId | None:
     """The peer that leads this attempt at the round after `head`; None until half of the voters are due.
 
     Candidates are ordered by a hash for each attempt: first voters that contributed to the last round, then other
-    voters, then other peers. The first attempt is not led by the leader of the last round, if it has another candidate.
+    voters, then other peers.
 
     Args:
         present: linked live trainers, and ourselves.
         reach: how many voters each of them is linked with. Behind NAT a peer may not reach all, and voters that the
             leader does not reach cannot contribute.
+        barred: leaders of the last rounds. They do not lead the first attempt if other voters reach nearly as many.
     """
     due_voters = [voter for voter in head.voters if voter in present and voter[0] in due]
     if 2 * len(due_voters) < len(head.voters) or not is_quorum(present, head.voters):
         return None
     furthest = max(reach.get(peer, 0) for peer, _ in present)
+
+    def reaching(least: int) -> list[Voter]:
+        return [voter for voter in present if reach.get(voter[0], 0) >= least]
+
+    def free(voters: Collection[Voter]) -> list[Voter]:
+        return [voter for voter in voters if voter in head.voters and voter[0] not in barred]
+
+    candidates: Collection[Voter] = present
     if counter % ANY_LEADER_EVERY != ANY_LEADER_EVERY - 1:
-        present = [voter for voter in present if reach.get(voter[0], 0) == furthest]
+        candidates = reaching(furthest)
+    if counter == 0:
+        candidates = free(candidates) or free(reaching(furthest - lesser_reach(head))) or candidates
+    contributed = head.contributors
 
-    contributed, barred = head.contributors, barred_leader(head) if counter == 0 else ""
-
-    def rank(voter: Voter) -> tuple[bool, bool, bool, bytes]:
-        votes, takes_part = voter in head.voters, voter in contributed
+    def rank(voter: Voter) -> tuple[bool, bool, bytes]:
         name = f"{head.lineage}/{head.round + 1}/{counter}/{voter[0]}"
-        return not votes, voter[0] == barred, not takes_part, hashlib.blake2b(name.encode(), digest_size=8).digest()
+        order = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        return voter not in head.voters, voter not in contributed, order
 
-    return min(present, key=rank)[0]
+    return min(candidates, key=rank)[0]
 
 
-def barred_leader(head: Head) -> PeerId:
-    """The last round's leader, whose turn it is not; "" if fewer than three vote."""
-    # Fewer are decided by the first alone, and waiting for a silent one costs seconds.
-    return head.commit.attempt.leader if head.commit is not None and len(head.voters) >= FEWEST_VOTERS else ""
+def lesser_reach(head: Head) -> int:
+    """By how many voters a reach may be less than another and count as much: it is a claim, and peers restart."""
+    return max(1, len(head.voters) // 3)
 
 
 class Schedule:
@@ -105,6 +119,7 @@ class Schedule:
         self._context = context
         self._rng = rng
         self._due: dict[int, set[PeerId]] = {}
+        self._leaders: deque[PeerId] = deque(maxlen=MAX_VOTERS)  # of the last rounds
         # With the time at which it was noted.
         self._counters: dict[PeerId, tuple[int, float]] = {}
         self._join_delays_s: deque[float] = deque(maxlen=64)
@@ -121,6 +136,8 @@ class Schedule:
         self._began_s = self._began_s if same_lineage else now
         self._head_s = now
         self._due = {n: due for n, due in self._due.items() if same_lineage and n > head.round}
+        if head.commit is not None:
+            self._leaders.append(head.commit.attempt.leader)
 
     def skip(self, round_: int) -> None:
         """The round was skipped: forget its Dues."""
@@ -200,8 +217,9 @@ class Schedule:
             return False
         self._due.setdefault(due.round, set()).add(sender)
         noted_s = self._counters.get(sender, (0, -math.inf))[1]
-        # Counters of a peer that sends Dues too often are ignored.
-        if due.round == head.round + 1 and now - noted_s >= DUE_AGAIN_S / 2:
+        # Counters of a peer that sends Dues too often are ignored, and of strangers where three vote.
+        counts = len(head.voters) < FEWEST_VOTERS or any(sender == peer_id for peer_id, _ in head.voters)
+        if counts and due.round == head.round + 1 and now - noted_s >= DUE_AGAIN_S / 2:
             self._counters[sender] = due.counter, now
             # Two peers must report a counter, if there are two: else one that knows the order could always lead.
             claims = sorted((counter for counter, _ in self._counters.values()), reverse=True)
@@ -220,22 +238,27 @@ class Schedule:
         few = self._context.run.is_pairwise and 2 * len(due) < len(present)
         if few and now - self._due_from_s < MEMBERS_PATIENCE_S:
             return False
-        return leader_of(head, self.counter, due, present, liveness.reaches(head)) == self._context.peer_id
+        leads = leader_of(head, self.counter, due, present, liveness.reaches(head), self._barred(head))
+        return leads == self._context.peer_id
+
+    def _barred(self, head: Head) -> set[PeerId]:
+        """The leaders of the last rounds, fewer than half of the voters: else one, or some in turn, could lead all."""
+        # Two voters may take turns as they like: of them the first decides alone, and a silent one costs seconds.
+        most = (len(head.voters) - 1) // 2
+        return set(list(self._leaders)[-most:]) if most else set()
 
     def is_out_of_turn(self, leader: PeerId, head: Head, now: float) -> bool:
         """Whether to ignore a Call because another voter should lead.
 
-        That is so for the last round's leader and for peers that do not vote, in the first attempt and until
-        `DUE_AGAIN_S` after we are due, while another voter reaches as many voters. Otherwise one peer could lead every
-        round, and keep newcomers out.
+        That is so for the last leaders and for peers that do not vote, until `DUE_AGAIN_S` after we are due, while
+        another voter reaches nearly as many. Otherwise they could lead every round, and keep newcomers out.
         """
-        is_late = self._context.exchange.round_due and now - self._due_from_s >= DUE_AGAIN_S
-        may_lead = {peer for peer, _ in head.voters} - {barred_leader(head)}
-        if leader in may_lead or is_late or self.counter > 0:
+        may_lead = {peer for peer, _ in head.voters} - self._barred(head)
+        if leader in may_lead or (self._context.exchange.round_due and now - self._due_from_s >= DUE_AGAIN_S):
             return False
         reaches, ignored = self._context.liveness.reaches(head), self.passed_over(head, now)
-        reach = reaches.get(leader, 0)
-        return any(peer in may_lead and peer not in ignored and reaches[peer] >= reach for peer in reaches)
+        least = reaches.get(leader, 0) - lesser_reach(head)
+        return any(peer in may_lead and peer not in ignored and reach >= least for peer, reach in reaches.items())
 
     def delay_s(self, now: float) -> float:
         """How long to wait before we lead."""

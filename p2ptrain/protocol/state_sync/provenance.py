@@ -290,6 +290,9 @@ def _checked(entries: list[Entry], prover: Prover, head: Head, peer_id: PeerId) 
         entries.pop()  # rounds since the head was asked for
     if not entries:
         raise PeerLostError(f"{peer_id} has no history of its head")
+    last = next((entry.commit.record for entry in reversed(entries) if entry.commit is not None), None)
+    if last is not None and last != head.record:
+        raise WireError("a head with another last record than its history")
     return entries
 
 

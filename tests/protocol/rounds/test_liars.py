@@ -35,6 +35,7 @@ from p2ptrain.protocol.wire.messages import (
     View,
     Vote,
 )
+from p2ptrain.settings.config import RunConfig
 from tests.protocol.signing import signed_by
 from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
 
@@ -357,7 +358,7 @@ def test_who_makes_up_contributors_makes_up_no_voters(
                 named += any(c.incarnation == "s" for c in driver.head.record.contributors)
                 assert set(honest) <= {name for name, _ in driver.head.voters} <= set(honest + "x")
             assert named == led
-            assert (4 if is_voter else 0) <= led <= (6 if is_voter else 0)
+            assert (2 if is_voter else 0) <= led <= (6 if is_voter else 0)
             assert driver.head.lineage == lineage
 
     run_virtual(main)
@@ -531,5 +532,119 @@ def test_a_join_of_another_incarnation_than_the_links_is_not_counted() -> None:
             assert a.head.record is not None
             assert not any(incarnation == "k/0" for _, incarnation in (*a.head.voters, *a.head.contributors))
             assert not a.context.links.strikes
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("helper", [False, True])
+def test_who_claims_to_reach_everybody_leads_no_more_rounds_for_it(
+    helper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A voter was restarted, so nobody reaches all. x leaves the views of the others out of its records.
+
+    A helper that does not vote sends Dues that ask for a later attempt.
+    """
+    views_of = leader.record_of
+
+    def record_of(run: RunConfig, head: Head, joins: dict[str, Join], *args: Any) -> Record:
+        if any(name == "x" for name, join in joins.items() if join.attempt.leader == "x"):
+            joins = {name: replace(join, view=join.view if name == "x" else None) for name, join in joins.items()}
+        return views_of(run, head, joins, *args)
+
+    monkeypatch.setattr(leader, "record_of", record_of)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcdx" + "y" * helper)
+            await s.until(lambda: common(s, 2, 5 + helper))
+            x = s.peers["x"].node
+            make = x.make_beat
+            x.make_beat = lambda *times: replace(make(*times), reach=len(x.driver.head.voters))  # type: ignore[method-assign]
+            lead_always(x)
+            a = s.peers["a"].node.driver
+            for name in "bcd":
+                s.kill(name)
+                s.start(name)
+                own = s.peers[name].node.driver.context.liveness.own
+                await s.until(lambda own=own: own in a.head.voters, within_s=120)  # type: ignore[misc]
+            first, lineage, led = a.head.round + 1, a.head.lineage, list[str]()
+            for number in range(first, first + 20):
+                await s.until(lambda number=number: a.head.round >= number)  # type: ignore[misc]
+                assert a.head.commit is not None
+                led.append(a.head.commit.attempt.leader)
+            assert led.count("x") <= 10
+            assert a.head.lineage == lineage
+
+    run_virtual(main)
+
+
+def test_two_of_five_that_take_turns_keep_no_newcomer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They name only those that voted when they began."""
+    wait = leader.AveragingLeader._await_contributions
+
+    async def _await_contributions(self: leader.AveragingLeader) -> list[str]:
+        included = await wait(self)
+        return [name for name in included if name != "e"] if self._context.peer_id in "xy" else included
+
+    monkeypatch.setattr(leader.AveragingLeader, "_await_contributions", _await_contributions)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcxy")
+            await s.until(lambda: common(s, 2, 5))
+            for name in "xy":
+                lead_always(s.peers[name].node)
+            a = s.peers["a"].node.driver
+            e = s.start("e").node
+            await s.until(lambda: e.driver.context.liveness.own in a.head.voters, within_s=120)
+
+    run_virtual(main)
+
+
+def test_a_head_with_another_record_than_its_history_is_not_adopted() -> None:
+    """Its contributors are those whose fragments a joiner merges."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, sync_every=200)) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 2, 3))
+            donor = LyingDonor(s.peers["x"].node)
+
+            def forged(head: Head) -> Lie:
+                assert head.commit is not None
+                mine = tuple(c for c in head.commit.record.contributors if c.peer_id == "x")
+                return {"commit": replace(head.commit, record=replace(head.commit.record, contributors=mine))}
+
+            donor.head = forged
+            j = s.start("j", chosen=["x"]).node
+            await s.until(lambda: donor.asked > 0 and (j.ready.is_set() or "x" in j.links.strikes))
+            await s.until(lambda: j.ready.is_set())
+            assert {name for name, _ in j.driver.head.contributors} >= set("ab")
+
+    run_virtual(main)
+
+
+def test_joins_of_earlier_rounds_cost_no_link() -> None:
+    """Attempts are counted anew in each round: such a Join has the attempt of this one."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, 2, 2))
+            tell, late, sent = s.peers["b"].node.driver._attempts.tell, list[Message](), 0
+
+            def replay(to: str, message: Message) -> None:
+                nonlocal sent
+                if to == "a" and isinstance(message, Join):
+                    for old in late[-3:]:
+                        tell(to, old)
+                        sent += 1
+                    late.append(message)
+                tell(to, message)
+
+            s.peers["b"].node.driver._attempts.tell = replay  # type: ignore[method-assign]
+            await s.until(lambda: common(s, 12, 2))
+            assert sent > 10
+            assert not s.peers["a"].node.driver.context.links.strikes
 
     run_virtual(main)

@@ -147,19 +147,25 @@ def led_by(leader: str, contributors: str = "abc", voters: str = "abc", round_: 
     return replace(head_of(round_, voters), commit=commit)
 
 
-def leads(head: Head, present: str = "abc", counter: int = 0, reach: dict[str, int] | None = None) -> str | None:
+def leads(
+    head: Head, present: str = "abc", counter: int = 0, reach: dict[str, int] | None = None, barred: str = ""
+) -> str | None:
     voters = [(name, f"{name}.1") for name in present]
-    return leader_of(head, counter, set("abc"), voters, reach or dict.fromkeys(present, 3))
+    return leader_of(head, counter, set(present), voters, reach or dict.fromkeys(present, 3), barred)
 
 
-def test_the_leader_of_the_last_round_leads_the_first_attempt_only_without_another_voter() -> None:
+def test_the_last_leaders_lead_the_first_attempt_only_if_no_other_voter_reaches_nearly_as_many() -> None:
     for round_ in range(40):
-        assert leads(led_by("a", round_=round_)) in ("b", "c")
-        assert leads(led_by("a", round_=round_), "abcdefgh") in ("b", "c")
-    assert {leads(led_by("a", round_=round_), counter=1) for round_ in range(40)} == set("abc")
-    assert leads(led_by("a"), reach={"a": 3, "b": 2, "c": 2}) == "a"
-    # Of two voters, one may lead again and again.
-    assert {leads(led_by("a", voters="ab", round_=round_), "ab") for round_ in range(40)} == {"a", "b"}
+        assert leads(head_of(round_), barred="a") in ("b", "c")
+        assert leads(head_of(round_), "abcdefgh", barred="a") in ("b", "c")
+        assert leads(head_of(round_), barred="ab") == "c"
+        # Where it is the only one that reaches most; also if it only says so.
+        assert leads(head_of(round_), reach={"a": 3, "b": 2, "c": 1}, barred="a") == "b"
+        assert leads(head_of(round_), reach={"a": 3, "b": 1, "c": 1}, barred="a") == "a"
+        assert leads(head_of(round_), reach={"a": 3, "b": 2, "c": 2}) == "a"
+        # A peer that does not vote leads only where no voter reaches nearly as many.
+        assert leads(head_of(round_), "abcx", reach={"a": 2, "b": 2, "c": 2, "x": 3}) in ("a", "b", "c")
+    assert {leads(head_of(round_), counter=1, barred="ab") for round_ in range(40)} == set("abc")
 
 
 def test_voters_that_were_not_in_the_last_round_lead_after_the_others() -> None:
@@ -174,23 +180,45 @@ def test_voters_that_were_not_in_the_last_round_lead_after_the_others() -> None:
         ("b", None, "", True),  # it led the last round
         ("c", None, "", False),
         ("x", None, "", True),  # it does not vote
-        ("b", {"a": 2, "b": 3, "c": 2}, "", False),
-        ("b", {"a": 2, "b": 3, "c": 3}, "", True),
-        ("b", {"a": 2, "b": 3, "c": 3}, "c", False),
+        ("b", {"a": 1, "b": 3, "c": 1}, "", False),
+        ("b", {"a": 1, "b": 3, "c": 2}, "", True),
+        ("x", {"a": 2, "b": 2, "c": 2, "x": 3}, "", True),
+        ("b", {"a": 1, "b": 3, "c": 2}, "c", False),
     ],
 )
 def test_soon_after_a_round_the_last_leader_and_strangers_are_not_followed(
     leader: str, reach: dict[str, int] | None, ignored: str, is_out: bool
 ) -> None:
     for due, after_s in ((True, 0.0), (True, DUE_AGAIN_S - 0.1), (False, 0.0), (False, 1000.0)):
-        schedule = begun(Room("bcx", due=due, reach=reach or {}))
+        schedule = Room("bcx", due=due, reach=reach or {}).schedule()
+        schedule.begin(led_by("b"), 100.0, same_lineage=True)
         for peer in ignored:
             schedule.ignore(peer, 100.0 + after_s)
         schedule.note_time(100.0 if due else 100.0 + after_s)
         assert schedule.is_out_of_turn(leader, led_by("b"), 100.0 + after_s) == is_out
-    late = begun(Room("bcx", reach=reach or {}))
+    late = Room("bcx", reach=reach or {}).schedule()
+    late.begin(led_by("b"), 100.0, same_lineage=True)
     late.note_time(100.0)
     assert not late.is_out_of_turn(leader, led_by("b"), 100.0 + DUE_AGAIN_S)
+
+
+@pytest.mark.parametrize(
+    ("voters", "barred"), [("ab", ""), ("abc", "c"), ("abcd", "c"), ("abcde", "bc"), ("abcdefg", "abc")]
+)
+def test_as_many_of_the_last_leaders_are_barred_as_are_fewer_than_half_of_the_voters(voters: str, barred: str) -> None:
+    schedule = Room(voters[1:]).schedule()
+    for round_, leader in enumerate("abc"):
+        schedule.begin(led_by(leader, voters=voters, round_=round_), 100.0, same_lineage=True)
+    schedule.note_time(100.0)
+    head = led_by("c", voters=voters)
+    assert "".join(name for name in voters if schedule.is_out_of_turn(name, head, 100.0)) == barred
+
+
+def test_dues_of_peers_that_do_not_vote_raise_no_counter() -> None:
+    schedule = begun(Room("bcxyz"))
+    for sender in "xyz":
+        assert schedule.note_due(sender, Due("0-l", 5, 4), head_of(), 100.0)
+    assert schedule.counter == 0
 
 
 # --- waiting for others ------------------------------------------------------------------------------------------

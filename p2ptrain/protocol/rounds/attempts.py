@@ -321,7 +321,9 @@ class Attempts:
             if sender != self._context.peer_id:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
         is_passed_over = sender in schedule.passed_over(self.state.head, now)
-        is_out_of_turn = sender != self._context.peer_id and schedule.is_out_of_turn(sender, self.state.head, now)
+        followed = member.attempt.leader if member is not None else None
+        is_ours = sender == self._context.peer_id
+        is_out_of_turn = not is_ours and schedule.is_out_of_turn(sender, self.state.head, now, followed)
         if is_passed_over or is_out_of_turn or not joins_rounds(self._context.run, self._context.exchange.run_step):
             return
         limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())

@@ -9,7 +9,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.deciding import lineage
 from p2ptrain.protocol.rounds.deciding.voters import Voter, is_quorum
-from p2ptrain.protocol.wire.messages import Beat, Head
+from p2ptrain.protocol.wire.messages import MAX_REACH, Beat, Head
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -84,12 +84,15 @@ class Liveness:
         return max((link.flow.rtt_s for link in self._lineage_links().values()), default=0.0)
 
     def reach(self, head: Head) -> int:
-        """Number of voters that we are linked with, including ourselves."""
-        return sum(map(self.is_linked_as, head.voters))
+        """Number of voters, and of contributors to the last round, that we are linked with, including ourselves."""
+        return min(MAX_REACH, sum(map(self.is_linked_as, head.contributors.union(head.voters))))
 
     def reaches(self, head: Head) -> dict[PeerId, int]:
         """`reach` of ourselves and, as they report it, of the live trainers."""
-        others = {peer: min(beat.reach, len(head.voters)) for peer, beat in self.beats().items()}
+        # Nobody reaches a process that was restarted or has left.
+        peers = head.contributors.union(head.voters)
+        most = sum(not self.is_gone_for_good(peer, head.lineage) for peer in peers)
+        others = {peer: min(beat.reach, most) for peer, beat in self.beats().items()}
         return {self.own[0]: self.reach(head), **others}
 
     def is_gone_for_good(self, voter: Voter, lineage: str) -> bool:

@@ -72,7 +72,7 @@ def leader_of(
         present: linked live trainers, and ourselves.
         reach: how many voters each of them is linked with. Behind NAT a peer may not reach all, and voters that the
             leader does not reach cannot contribute.
-        barred: leaders of the last rounds. They do not lead the first attempt if other voters reach nearly as many.
+        barred: leaders of the last rounds, who do not lead if other voters reach nearly as many.
     """
     due_voters = [voter for voter in head.voters if voter in present and voter[0] in due]
     if 2 * len(due_voters) < len(head.voters) or not is_quorum(present, head.voters):
@@ -88,7 +88,7 @@ def leader_of(
     candidates: Collection[Voter] = present
     if counter % ANY_LEADER_EVERY != ANY_LEADER_EVERY - 1:
         candidates = reaching(furthest)
-    if counter == 0:
+    if barred:
         candidates = free(candidates) or free(reaching(furthest - lesser_reach(head))) or candidates
     contributed = head.contributors
 
@@ -102,7 +102,7 @@ def leader_of(
 
 def lesser_reach(head: Head) -> int:
     """By how many voters a reach may be less than another and count as much: it is a claim, and peers restart."""
-    return max(1, len(head.voters) // 3)
+    return (len(head.voters) - 1) // 3
 
 
 class Schedule:
@@ -123,7 +123,8 @@ class Schedule:
         # With the time at which it was noted.
         self._counters: dict[PeerId, tuple[int, float]] = {}
         self._join_delays_s: deque[float] = deque(maxlen=64)
-        self._due_from_s = self._at_length_from_s = 0.0
+        self._due_from_s = self._at_length_from_s = self._in_turn_s = 0.0
+        self._half_due_s: float | None = None  # since when half of the voters are due
         self._began_s = self._head_s = 0.0
         self._sent_s = 0.0
         self._sent_for = ("", -2, 0)
@@ -138,10 +139,13 @@ class Schedule:
         self._due = {n: due for n, due in self._due.items() if same_lineage and n > head.round}
         if head.commit is not None:
             self._leaders.append(head.commit.attempt.leader)
+        self._half_due_s = None
+        self._note_half_due(head, now)
 
     def skip(self, round_: int) -> None:
         """The round was skipped: forget its Dues."""
         self._due.pop(round_, None)
+        self._half_due_s = None
 
     def note_time(self, now: float) -> None:
         """Call it every second: notes since when we are due, and at the run's length."""
@@ -216,16 +220,25 @@ class Schedule:
         if due.lineage != head.lineage or not 0 < due.round - head.round <= MAX_ROUNDS_AHEAD:
             return False
         self._due.setdefault(due.round, set()).add(sender)
+        self._note_half_due(head, now)
         noted_s = self._counters.get(sender, (0, -math.inf))[1]
         # Counters of a peer that sends Dues too often are ignored, and of strangers where three vote.
         counts = len(head.voters) < FEWEST_VOTERS or any(sender == peer_id for peer_id, _ in head.voters)
         if counts and due.round == head.round + 1 and now - noted_s >= DUE_AGAIN_S / 2:
             self._counters[sender] = due.counter, now
-            # Two peers must report a counter, if there are two: else one that knows the order could always lead.
+            # Half of the voters must report a counter, or two peers, if there are two: liars that know the order could
+            # else always lead.
             claims = sorted((counter for counter, _ in self._counters.values()), reverse=True)
-            heard = claims[min(len(self._context.host.lineage_peers()), 2) - 1 :][:1]
+            few = len(head.voters) < FEWEST_VOTERS
+            least = min(len(self._context.host.lineage_peers()), 2) if few else (len(head.voters) + 1) // 2
+            heard = claims[least - 1 :][:1]
             self.counter = max(self.counter, *(min(claim, self.counter + MAX_DUE_AHEAD) for claim in heard), 0)
         return True
+
+    def _note_half_due(self, head: Head, now: float) -> None:
+        due = self._due.get(head.round + 1, set())
+        if self._half_due_s is None and 2 * sum(peer in due for peer, _ in head.voters) >= len(head.voters):
+            self._half_due_s = now
 
     def is_ours_to_lead(self, head: Head, now: float) -> bool:
         """Whether we lead the next attempt."""
@@ -238,7 +251,9 @@ class Schedule:
         few = self._context.run.is_pairwise and 2 * len(due) < len(present)
         if few and now - self._due_from_s < MEMBERS_PATIENCE_S:
             return False
-        leads = leader_of(head, self.counter, due, present, liveness.reaches(head), self._barred(head))
+        leads = leader_of(
+            head, self.counter, due, present, liveness.reaches(head), () if self._is_late(now) else self._barred(head)
+        )
         return leads == self._context.peer_id
 
     def _barred(self, head: Head) -> set[PeerId]:
@@ -247,14 +262,27 @@ class Schedule:
         most = (len(head.voters) - 1) // 2
         return set(list(self._leaders)[-most:]) if most else set()
 
-    def is_out_of_turn(self, leader: PeerId, head: Head, now: float) -> bool:
+    def _is_late(self, now: float) -> bool:
+        """Whether anybody may lead, as half of the voters are due for long, and we follow nobody in turn."""
+        return self._half_due_s is not None and now - max(self._half_due_s, self._in_turn_s) >= DUE_AGAIN_S
+
+    def is_out_of_turn(self, leader: PeerId, head: Head, now: float, followed: PeerId | None) -> bool:
         """Whether to ignore a Call because another voter should lead.
 
-        That is so for the last leaders and for peers that do not vote, until `DUE_AGAIN_S` after we are due, while
-        another voter reaches nearly as many. Otherwise they could lead every round, and keep newcomers out.
+        That is so for the last leaders and for peers that do not vote, while we take part in the attempt of another
+        voter. It is also so until `DUE_AGAIN_S` after that, or after half of the voters are due, while another voter
+        reaches nearly as many. Otherwise they could lead every round, and keep newcomers out.
+
+        Args:
+            followed: the leader of the attempt that we take part in.
         """
         may_lead = {peer for peer, _ in head.voters} - self._barred(head)
-        if leader in may_lead or (self._context.exchange.round_due and now - self._due_from_s >= DUE_AGAIN_S):
+        if leader in may_lead:
+            return False
+        if followed in may_lead:
+            self._in_turn_s = now
+            return True
+        if self._is_late(now):
             return False
         reaches, ignored = self._context.liveness.reaches(head), self.passed_over(head, now)
         least = reaches.get(leader, 0) - lesser_reach(head)

@@ -399,7 +399,7 @@ def test_who_leads_every_round_and_leaves_out_half_takes_no_vote(calls: bool, mo
                 await s.until(lambda number=number: driver.head.round >= number)  # type: ignore[misc]
                 assert driver.head.commit is not None
                 led += driver.head.commit.attempt.leader == "x"
-                assert {name for name, _ in driver.head.voters} == set("abcdex")
+                assert set("abcde") <= {name for name, _ in driver.head.voters} <= set("abcdex")
             assert called >= 20 if calls else 6 <= led <= 12
             assert driver.head.lineage == lineage
 

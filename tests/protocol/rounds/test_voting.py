@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2ptrain.protocol.rounds.deciding.policy import drawn
+from p2ptrain.protocol.rounds.deciding.policy import RECENT_ROUNDS, drawn
 from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.deciding.voters import Voter, seen_of
 from p2ptrain.protocol.rounds.moving.member import Participation
@@ -65,5 +65,21 @@ def test_a_view_names_voters_and_while_there_is_room_who_may_be_drawn(num_voters
             assert len(view.seen) <= MAX_SEEN * VOTER_HASH_BYTES
             assert unpack(View, pack(view)) == view
             assert view_of(tuple(others[:3])) is None
+
+    run_virtual(main)
+
+
+def test_a_voter_that_is_linked_but_joins_no_round_votes_no_more_after_some_rounds() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 2, 4))
+            d, a = s.peers["d"].node.driver, s.peers["a"].node.driver
+            d._attempts._on_call = lambda *_: None  # type: ignore[method-assign]
+            d._schedule.is_ours_to_lead = lambda *_: False  # type: ignore[method-assign]
+            first = a.head.round
+            await s.until(lambda: "d" not in {name for name, _ in a.head.voters})
+            assert a.head.round <= first + RECENT_ROUNDS + 2
+            assert a.context.liveness.is_linked("d")
 
     run_virtual(main)

@@ -48,6 +48,7 @@ def made_up_round(driver: RoundDriver, lineage: str, round_: int) -> Entry:
     own, prover = driver.context.liveness.own, driver.context.prover
     record = record_after(driver.head.genesis, lineage, round_, own[0])
     record = msgspec.structs.replace(record, contributors=(Contributor(*own, 1.0, bytes(32)),), voters=(own,))
+    record = msgspec.structs.replace(record, run_step=1000, tokens_total=10**9)
     ready = Ready(lineage, round_, Attempt(1, *own), own[1], record.sha256, b"")
     return Entry(Commit(record, Attempt(1, *own), (Vote(*own, prover.signed_ready(ready).signature),)), None)
 
@@ -89,7 +90,7 @@ async def lie(s: Swarm, name: str, how: Literal["rooted", "unrooted", "theirs"],
             entries.append(made_up_round(driver, lineage, round_))
         head = msgspec.structs.replace(
             driver.head, lineage=lineage, round=round_, run_step=1000, tokens_total=10**9, state_hash=hashes.state,
-            anchor_hash=hashes.anchor, voters=(own,), commit=None,
+            anchor_hash=hashes.anchor, voters=(own,), commit=entries[-1].commit,
         )  # fmt: skip
         signed = SignedHead(head, (Vote(*own, prover.signature_of(head)),), genesis)
         driver.adopt(signed, History(genesis, entries))

@@ -388,7 +388,10 @@ class Participation:
         )
 
     def _view(self) -> View | None:
-        """Whom we see: voters, and while there is room for more, peers that may be drawn. None if we do not vote."""
+        """Whom we see: voters that contributed of late and, while there is room, peers that may be drawn.
+
+        None if we do not vote.
+        """
         context, voters = self._context, self._head.voters
         if context.liveness.own not in voters:
             return None
@@ -396,7 +399,10 @@ class Participation:
         likely: Collection[PeerId] = ()
         if len(voters) < MAX_VOTERS:
             likely = drawn(self._head.state_hash, (peer for peer, _ in present), context.run.max_contributors)
-        return context.prover.view(self._head, seen_of(v for v in present if v in voters or v[0] in likely))
+        return context.prover.view(
+            self._head,
+            seen_of(v for v in present if (context.recent.admits(v[0]) if v in voters else v[0] in likely)),
+        )
 
 
 def _holders_at(record: Record, block: int) -> set[PeerId]:

@@ -238,6 +238,7 @@ class Attempts:
         self._context.parts.end_attempt()
         if not superseded:
             self.failed += 1
+            self._schedule.note_failed()
             self._failed_of[leader] += 1
         if timed_out or self._failed_of[leader] >= MAX_ATTEMPTS:
             self._schedule.ignore(leader, trio.current_time())

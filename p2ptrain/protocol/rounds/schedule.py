@@ -51,6 +51,8 @@ MOST_DOUBLINGS = 2
 ANY_LEADER_EVERY = 3
 # A fast peer may be due again before the last round has landed here.
 MAX_ROUNDS_AHEAD = 2
+# After so many attempts at a round have failed, anybody may lead: its leaders may be too slow, or known to too few.
+MOST_FAILED = 2
 # A Due may name a later attempt than we know of, within this limit.
 MAX_DUE_AHEAD = 8
 
@@ -125,6 +127,7 @@ class Schedule:
         self._join_delays_s: deque[float] = deque(maxlen=64)
         self._due_from_s = self._at_length_from_s = self._in_turn_s = 0.0
         self._half_due_s: float | None = None  # since when half of the voters are due
+        self._failed = 0  # attempts at this round
         self._began_s = self._head_s = 0.0
         self._sent_s = 0.0
         self._sent_for = ("", -2, 0)
@@ -139,7 +142,7 @@ class Schedule:
         self._due = {n: due for n, due in self._due.items() if same_lineage and n > head.round}
         if head.commit is not None:
             self._leaders.append(head.commit.attempt.leader)
-        self._half_due_s = None
+        self._half_due_s, self._failed = None, 0
         self._note_half_due(head, now)
 
     def skip(self, round_: int) -> None:
@@ -263,7 +266,9 @@ class Schedule:
         return set(list(self._leaders)[-most:]) if most else set()
 
     def _is_late(self, now: float) -> bool:
-        """Whether anybody may lead, as half of the voters are due for long, and we follow nobody in turn."""
+        """Whether anybody may lead, as half of the voters are due for long, or those whose turn it is have failed."""
+        if self._failed >= MOST_FAILED:
+            return True
         return self._half_due_s is not None and now - max(self._half_due_s, self._in_turn_s) >= DUE_AGAIN_S
 
     def is_out_of_turn(self, leader: PeerId, head: Head, now: float, followed: PeerId | None) -> bool:
@@ -279,7 +284,7 @@ class Schedule:
         may_lead = {peer for peer, _ in head.voters} - self._barred(head)
         if leader in may_lead:
             return False
-        if followed in may_lead:
+        if followed in may_lead and self._failed < MOST_FAILED:
             self._in_turn_s = now
             return True
         if self._is_late(now):
@@ -319,6 +324,10 @@ class Schedule:
         if timed_out:
             self._context.timeouts.note_timed_out(now - self._called_s)
         self._delayed_until_s = now + self._rng.uniform(*LEADER_DELAY_S)
+
+    def note_failed(self) -> None:
+        """An attempt at this round has ended for us without an outcome."""
+        self._failed += 1
 
     def ignore(self, leader: PeerId, now: float) -> None:
         """Ignore the Calls of a leader for a while, as its attempts fail; never our own."""

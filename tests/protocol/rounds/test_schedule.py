@@ -208,6 +208,13 @@ def test_until_half_of_the_voters_are_due_for_long_the_last_leader_and_strangers
     assert out_of_turn({"a": 100.0, "x": 100.0}, 1000.0) == is_out
     assert out_of_turn({"a": 100.0, "d": 103.0}, 103.0 + DUE_AGAIN_S - 0.1) == is_out
     assert not out_of_turn({"a": 100.0, "d": 103.0}, 103.0 + DUE_AGAIN_S)
+    # After two attempts that failed, whatever time it is.
+    failed = Room("bcdx", reach=reach or dict.fromkeys("abcdx", 4)).schedule()
+    failed.begin(head, 100.0, same_lineage=True)
+    for _ in range(2):
+        assert failed.is_out_of_turn("x", head, 100.0, "d")
+        failed.note_failed()
+    assert not failed.is_out_of_turn(leader, head, 100.0, "d")
     # While another one leads, and for some seconds after that.
     assert out_of_turn({"a": 100.0, "d": 100.0}, 1000.0, followed="d") == is_out
 

@@ -85,13 +85,12 @@ class Liveness:
 
     def reach(self, head: Head) -> int:
         """Number of voters, and of contributors to the last round, that we are linked with, including ourselves."""
-        return min(MAX_REACH, sum(map(self.is_linked_as, head.contributors.union(head.voters))))
+        return min(MAX_REACH, sum(map(self.is_linked_as, _reachable(head))))
 
     def reaches(self, head: Head) -> dict[PeerId, int]:
         """`reach` of ourselves and, as they report it, of the live trainers."""
         # Nobody reaches a process that was restarted or has left.
-        peers = head.contributors.union(head.voters)
-        most = sum(not self.is_gone_for_good(peer, head.lineage) for peer in peers)
+        most = sum(not self.is_gone_for_good(voter, head.lineage) for voter in _reachable(head))
         others = {peer: min(beat.reach, most) for peer, beat in self.beats().items()}
         return {self.own[0]: self.reach(head), **others}
 
@@ -105,6 +104,11 @@ class Liveness:
             return peer_id in self._departed
         elsewhere = link.beat is not None and link.beat.lineage not in ("", lineage)
         return peer_id in self._departed or link.hello.incarnation != incarnation or elsewhere
+
+
+def _reachable(head: Head) -> set[Voter]:
+    """Whom a reach counts."""
+    return head.contributors.union(head.voters)
 
 
 class LineageWatch:

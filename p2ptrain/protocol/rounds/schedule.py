@@ -226,13 +226,13 @@ class Schedule:
         self._note_half_due(head, now)
         noted_s = self._counters.get(sender, (0, -math.inf))[1]
         # Counters of a peer that sends Dues too often are ignored, and of strangers where three vote.
-        counts = len(head.voters) < FEWEST_VOTERS or any(sender == peer_id for peer_id, _ in head.voters)
+        few = len(head.voters) < FEWEST_VOTERS
+        counts = few or any(sender == peer_id for peer_id, _ in head.voters)
         if counts and due.round == head.round + 1 and now - noted_s >= DUE_AGAIN_S / 2:
             self._counters[sender] = due.counter, now
             # Half of the voters must report a counter, or two peers, if there are two: liars that know the order could
             # else always lead.
             claims = sorted((counter for counter, _ in self._counters.values()), reverse=True)
-            few = len(head.voters) < FEWEST_VOTERS
             least = min(len(self._context.host.lineage_peers()), 2) if few else (len(head.voters) + 1) // 2
             heard = claims[least - 1 :][:1]
             self.counter = max(self.counter, *(min(claim, self.counter + MAX_DUE_AHEAD) for claim in heard), 0)

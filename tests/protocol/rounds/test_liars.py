@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from p2ptrain.protocol.wire.messages import (
 )
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.signing import signed_by
-from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
+from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 Lie = dict[str, Any]
@@ -300,6 +301,14 @@ def lead_always(x: Node) -> None:
     schedule.is_ours_to_lead = lambda head, _: bool(schedule._due.get(head.round + 1))  # type: ignore[method-assign]
 
 
+async def next_heads(s: Swarm, driver: RoundDriver, count: int) -> AsyncIterator[Head]:
+    """The heads of a peer after each of its next rounds."""
+    first = driver.head.round + 1
+    for number in range(first, first + count):
+        await s.until(functools.partial(lambda number: driver.head.round >= number, number))
+        yield driver.head
+
+
 def see(x: Node, *peers: Voter) -> None:
     """Say in each view that only these are there."""
     prover = x.driver.context.prover
@@ -350,13 +359,11 @@ def test_who_makes_up_contributors_makes_up_no_voters(
             lead_always(x)
             driver = s.peers["a"].node.driver
             lineage, named, led = driver.head.lineage, 0, 0
-            for number in range(driver.head.round + 1, driver.head.round + 13):
-                await s.until(lambda number=number: driver.head.round >= number)  # type: ignore[misc]
-                assert driver.head.record is not None
-                assert driver.head.commit is not None
-                led += driver.head.commit.attempt.leader == "x"
-                named += any(c.incarnation == "s" for c in driver.head.record.contributors)
-                assert set(honest) <= {name for name, _ in driver.head.voters} <= set(honest + "x")
+            async for head in next_heads(s, driver, 12):
+                assert head.commit is not None
+                led += head.commit.attempt.leader == "x"
+                named += any(incarnation == "s" for _, incarnation in head.contributors)
+                assert set(honest) <= {name for name, _ in head.voters} <= set(honest + "x")
             assert named == led
             assert (2 if is_voter else 0) <= led <= (6 if is_voter else 0)
             assert driver.head.lineage == lineage
@@ -395,11 +402,10 @@ def test_who_leads_every_round_and_leaves_out_half_takes_no_vote(calls: bool, mo
                 x.driver._attempts.tell = call_away  # type: ignore[method-assign]
             driver = s.peers["e"].node.driver
             lineage, led = driver.head.lineage, 0
-            for number in range(driver.head.round + 1, driver.head.round + 25):
-                await s.until(lambda number=number: driver.head.round >= number)  # type: ignore[misc]
-                assert driver.head.commit is not None
-                led += driver.head.commit.attempt.leader == "x"
-                assert set("abcde") <= {name for name, _ in driver.head.voters} <= set("abcdex")
+            async for head in next_heads(s, driver, 24):
+                assert head.commit is not None
+                led += head.commit.attempt.leader == "x"
+                assert set("abcde") <= {name for name, _ in head.voters} <= set("abcdex")
             assert called >= 20 if calls else 6 <= led <= 12
             assert driver.head.lineage == lineage
 
@@ -422,10 +428,9 @@ def test_a_liar_that_was_restarted_votes_once() -> None:
             own, others = x.driver.context.liveness.own, a.context.liveness.own
             see(x, own, before, others)
             lead_always(x)
-            for number in range(a.head.round + 1, a.head.round + 13):
-                await s.until(lambda number=number: a.head.round >= number)  # type: ignore[misc]
-                assert len({name for name, _ in a.head.voters}) == len(a.head.voters)
-                assert {"a", "b"} <= {name for name, _ in a.head.voters}
+            async for head in next_heads(s, a, 12):
+                assert len({name for name, _ in head.voters}) == len(head.voters)
+                assert {"a", "b"} <= {name for name, _ in head.voters}
             assert own in a.head.voters
 
     run_virtual(main)
@@ -567,11 +572,10 @@ def test_who_claims_to_reach_everybody_leads_no_more_rounds_for_it(
                 s.start(name)
                 own = s.peers[name].node.driver.context.liveness.own
                 await s.until(lambda own=own: own in a.head.voters, within_s=120)  # type: ignore[misc]
-            first, lineage, led = a.head.round + 1, a.head.lineage, list[str]()
-            for number in range(first, first + 20):
-                await s.until(lambda number=number: a.head.round >= number)  # type: ignore[misc]
-                assert a.head.commit is not None
-                led.append(a.head.commit.attempt.leader)
+            lineage, led = a.head.lineage, list[str]()
+            async for head in next_heads(s, a, 20):
+                assert head.commit is not None
+                led.append(head.commit.attempt.leader)
             assert led.count("x") <= 10
             assert a.head.lineage == lineage
 

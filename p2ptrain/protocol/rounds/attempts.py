@@ -191,7 +191,7 @@ class Attempts:
                 if self._member is not None:
                     self._taker.sent = self._member.attempt == commit.attempt and self._member.has_sent
                 # Only the leader of the attempt that was decided gets another chance.
-                self._schedule.ignored.forget(commit.attempt.leader)
+                self._schedule.turns.ignored.forget(commit.attempt.leader)
                 self._failed_of.pop(commit.attempt.leader, None)
                 self._end_member()
                 self._end_leader()
@@ -238,10 +238,10 @@ class Attempts:
         self._context.parts.end_attempt()
         if not superseded:
             self.failed += 1
-            self._schedule.note_failed()
+            self._schedule.turns.note_failed()
             self._failed_of[leader] += 1
         if timed_out or self._failed_of[leader] >= MAX_ATTEMPTS:
-            self._schedule.ignore(leader, trio.current_time())
+            self._schedule.turns.ignore(leader, trio.current_time())
         if not superseded and self.failed >= MAX_ATTEMPTS and self.state.acceptor.record is None:
             self._skip(effect.reason)
         self._events.changed()
@@ -251,7 +251,7 @@ class Attempts:
         self.failed = 0
         self._taker.skip()
         self._context.exchange.postpone()
-        self._schedule.skip(self.state.round)
+        self._schedule.turns.skip(self.state.round)
         head = self.state.head
         self._context.host.round_ended(
             RoundReport(self.state.round, "skipped", head.lineage, parent_hash=head.state_hash, reason=reason)
@@ -314,25 +314,26 @@ class Attempts:
                 prover.verify_commit(message, head.voters)
 
     def _on_call(self, sender: PeerId, call: m.Call) -> None:
-        schedule, liveness, member = self._schedule, self._context.liveness, self.state.member
+        turns, member = self._schedule.turns, self.state.member
         now = trio.current_time()
         if member is not None and member.attempt.leader == sender and member.attempt < call.attempt:
             # It has not ended the attempt before: no other peer should wait for it.
-            schedule.ignore(sender, now)
+            turns.ignore(sender, now)
             if sender != self._context.peer_id:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
-        is_passed_over = sender in schedule.passed_over(self.state.head, now)
+        is_passed_over = sender in turns.passed_over(self.state.head, now)
         followed = member.attempt.leader if member is not None else None
         is_ours = sender == self._context.peer_id
-        is_out_of_turn = not is_ours and schedule.is_out_of_turn(sender, self.state.head, now, followed)
+        is_out_of_turn = not is_ours and turns.is_out_of_turn(sender, self.state.head, now, followed)
         if is_passed_over or is_out_of_turn or not joins_rounds(self._context.run, self._context.exchange.run_step):
             return
-        limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())
+        round_trip_s = self._context.liveness.round_trip_s()
+        limits = self._context.timeouts.limits(self._schedule.window_s(), round_trip_s)
         self.state = dataclasses.replace(self.state, limits=limits)
         self._receive(sender, call)
         # A stranger's, to one peer, would make that disagree with the others on who leads next.
         if any(sender == voter for voter, _ in self.state.head.voters):
-            schedule.counter = max(schedule.counter, min(call.attempt.counter, self.state.highest))
+            turns.counter = max(turns.counter, min(call.attempt.counter, self.state.highest))
 
     def _to_member(
         self, member: Participation, sender: PeerId, message: m.Roster | m.Reduce | m.Contribution, payload: bytes

@@ -307,7 +307,7 @@ class RoundDriver:
                 if audited is not None:
                     self.context.start_soon(self._check_accusation, sender, audited)
             case m.Due():
-                if self._schedule.note_due(sender, message, self.head, trio.current_time()):
+                if self._schedule.turns.note_due(sender, message, self.head, trio.current_time()):
                     self.changed()
             case _ if self._is_active:
                 self._attempts.receive(sender, message, payload)

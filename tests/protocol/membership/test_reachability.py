@@ -13,7 +13,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.neighbours import PRIVATE_DIALS, PRIVATE_RETRY_S
 from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
-from p2ptrain.protocol.rounds.schedule import ANY_LEADER_EVERY, leader_of
+from p2ptrain.protocol.rounds.turns import ANY_LEADER_EVERY, leader_of
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of

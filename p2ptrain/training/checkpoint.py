@@ -34,7 +34,7 @@ from p2ptrain.settings.peer_config import default_dir
 
 T = TypeVar("T")
 
-FORMAT = 3
+FORMAT = 4
 KEEP = 3
 REPLACED = "-replaced.tmp"
 _NAME = re.compile(r"checkpoint-(\d+)")

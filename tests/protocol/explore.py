@@ -42,7 +42,7 @@ from p2ptrain.protocol.rounds.deciding.events import (
     Tick,
 )
 from p2ptrain.protocol.rounds.deciding.voters import is_quorum
-from p2ptrain.protocol.wire.messages import Abort, Attempt, Commit, Head, Join, Record, Refuse, Withdraw
+from p2ptrain.protocol.wire.messages import Abort, Attempt, Commit, Head, Join, Proposal, Record, Refuse, Withdraw
 from tests.protocol.renaming import Renaming, renamed
 
 # A peer's number in a state of the whole has so many bits.
@@ -305,9 +305,8 @@ class Explorer:
                 if self.scenario.unheld:
                     yield Envelope(me, MemberFailed(attempt, ""), incarnation)
             case Average(attempt):
-                yield Envelope(
-                    me, Averaged(attempt, record_of(self.scenario.head, attempt.counter, me, incarnation)), incarnation
-                )
+                record = record_of(self.scenario.head, attempt.counter, me, incarnation)
+                yield Envelope(me, Averaged(attempt, Proposal(record, ())), incarnation)
 
     # --- numbers ------------------------------------------------------------------------------------------------
 
@@ -358,7 +357,7 @@ def record_of(head: Head, counter: int, leader: str, incarnation: str) -> Record
     """A stand-in for what an attempt averages to: no two attempts come to the same."""
     return Record(
         head.genesis, head.lineage, head.round + 1, head.state_hash, (), (), leader, 0.0, 0.0, counter,
-        int(incarnation), (), 0.0, 0.0, (), (),
+        int(incarnation), (), 0.0, 0.0, (),
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def record_after(genesis: str, lineage: str, round_: int, contributors: str, **c
     voters = tuple((name, f"{name}.1") for name in contributors)
     plain = Record(
         genesis, lineage, round_, "0" * 64, named, (), "sgd", 1.0, 0.0, round_, round_, (), 0.0, 0.0,
-        voters, (),
+        voters,
     )  # fmt: skip
     return msgspec.structs.replace(plain, **changes)
 

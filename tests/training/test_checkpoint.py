@@ -279,7 +279,7 @@ def test_another_format_is_not_guessed_at(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", 99)
         path = checkpoint.save(tmp_path, _checkpoint(1))
-    with pytest.raises(CheckpointError, match="has format 99, this version reads 3"):
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 4"):
         checkpoint.load(path)
 
 

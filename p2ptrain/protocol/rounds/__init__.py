@@ -22,7 +22,7 @@ One round, and where to read it. A leader is a member too.
 | Roster: who sends which chunks to whom | the leader | `leader.AveragingLeader`, `policy`, `averaging` |
 | chunks to the reducers | each member | `member.Sender`, `snapshot.OwnContribution` |
 | means back; Reduced (after a Reduce if others contribute than expected) | reducers | `reducer`, `pushed_means` |
-| Propose the record | the leader | `record.record_of`, `consensus` |
+| Propose the record | the leader | `record.proposal_of`, `consensus` |
 | fetch what is missing, check it, Ready | each member | `fetch.RecordFetcher`, `part_store`, `record`, `guard` |
 | Commit | the leader | `consensus` |
 | outer step, landing in `peer.step()` | each peer | `commit.Committer`, `outer_step` |

@@ -147,8 +147,8 @@ class Attempts:
     def _step(self, event: ev.Event) -> None:
         # What an effect causes at once, such as a message to ourselves, is queued until all effects are done.
         self.state, effects = consensus.step(self.state, event, trio.current_time())
-        accepted = self.state.acceptor.record
-        self._context.parts.accepted = accepted.decided if accepted is not None else None
+        accepted = self.state.acceptor.proposal
+        self._context.parts.accepted = accepted.record if accepted is not None else None
         for effect in effects:
             try:
                 self._carry_out(effect, event)
@@ -242,7 +242,7 @@ class Attempts:
             self._failed_of[leader] += 1
         if timed_out or self._failed_of[leader] >= MAX_ATTEMPTS:
             self._schedule.turns.ignore(leader, trio.current_time())
-        if not superseded and self.failed >= MAX_ATTEMPTS and self.state.acceptor.record is None:
+        if not superseded and self.failed >= MAX_ATTEMPTS and self.state.acceptor.proposal is None:
             self._skip(effect.reason)
         self._events.changed()
 
@@ -296,18 +296,22 @@ class Attempts:
         called = state.proposer.called if state.proposer is not None else ()
         ours = state.proposer.attempt if state.proposer is not None and sender in called else None
         joined = state.member.attempt if state.member is not None else None
+
+        def check_proposal(proposal: m.Proposal) -> None:
+            if (proposal.record.lineage, proposal.record.round) == here:
+                check_size(proposal.record)
+                prover.verify_voters(proposal, head)
+
         match message:
             case m.Join(view=view, ready=ready) if (message.lineage, message.round, message.attempt) == (*here, ours):
                 if view is not None:
                     if (view.peer_id, view.incarnation) != (sender, message.incarnation):
                         raise WireError("a Join with the view of another peer")
                     prover.verify_view(view, head)
-                if ready is not None and (ready.lineage, ready.round) == here:
-                    check_size(ready)
-                    prover.verify_voters(ready, head)
-            case m.Propose(record=record) if message.attempt == joined and (record.lineage, record.round) == here:
-                check_size(record)
-                prover.verify_voters(record, head)
+                if ready is not None:
+                    check_proposal(ready)
+            case m.Propose(proposal=proposal) if message.attempt == joined:
+                check_proposal(proposal)
             case m.Ready() if message.attempt == ours:
                 prover.verify_ready(sender, message)
             case m.Commit(record) if (record.lineage, record.round) == here and state.learned is None:

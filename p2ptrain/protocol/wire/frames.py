@@ -15,7 +15,7 @@ import zstandard
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Contribution, Mean, Message, pack, unpack
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 # A roster of 64 members and their parts takes a few KiB, a proposal of 64 contributors with 31 views some 90 KiB.
 MAX_HEADER_BYTES = 256 * 1024
 # The largest payloads are fragments of large models.

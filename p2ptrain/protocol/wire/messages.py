@@ -232,12 +232,11 @@ class View(_Struct, frozen=True):
 
 
 class Record(_Struct, frozen=True, dict=True):
-    """The decision of a round, named by the hash of its packed form without `views`.
+    """The decision of a round, named by the hash of its packed form.
 
     `parent_hash` is the hash of the state (anchor and moments) that the round starts from, `intervals` each member's
     next H in inner steps. `cosine` is the average pairwise similarity of the outer gradients, `mean_norm` the norm of
-    their mean; 0 if unknown. `voters` decide the next round; their order matters for quorums. `views` show why it has
-    these voters. A Commit does not have them, as its quorum has checked them.
+    their mean; 0 if unknown. `voters` decide the next round; their order matters for quorums.
     """
 
     genesis: Name
@@ -255,16 +254,17 @@ class Record(_Struct, frozen=True, dict=True):
     cosine: Float
     mean_norm: Float
     voters: Voters
-    views: Annotated[tuple[View, ...], Meta(max_length=MAX_VOTERS)]
 
     @cached_property
     def sha256(self) -> str:
-        return hashlib.sha256(pack(self.decided)).hexdigest()
+        return hashlib.sha256(pack(self)).hexdigest()
 
-    @property
-    def decided(self) -> Record:
-        """As a Commit has it."""
-        return msgspec.structs.replace(self, views=()) if self.views else self
+
+class Proposal(_Struct, frozen=True):
+    """A record, and the views that show why it has its voters. Once decided, a quorum has checked them."""
+
+    record: Record
+    views: Annotated[tuple[View, ...], Meta(max_length=MAX_VOTERS)]
 
 
 class Vote(_Struct, frozen=True):
@@ -380,7 +380,7 @@ class Join(_OfAttempt, frozen=True):
     at_length: bool
     view: View | None
     ready_attempt: Attempt | None
-    ready: Record | None
+    ready: Proposal | None
 
 
 class Refuse(_OfAttempt, frozen=True):
@@ -460,7 +460,7 @@ class Propose(_Struct, frozen=True):
     """Leader to members: fetch the parts of this record, store it as READY, and reply with Ready."""
 
     attempt: Attempt
-    record: Record
+    proposal: Proposal
 
 
 class Ready(_OfAttempt, frozen=True):

@@ -28,6 +28,7 @@ from p2ptrain.protocol.wire.messages import (
     Head,
     Join,
     Message,
+    Proposal,
     Propose,
     Ready,
     Record,
@@ -176,9 +177,8 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_no_member_ha
                 nonlocal lies
                 if isinstance(message, Join):
                     lies += 1
-                    message = replace(
-                        message, ready_attempt=Attempt(0, "x", "z"), ready=unheld(driver.head, lies if another else 0)
-                    )
+                    made_up = Proposal(unheld(driver.head, lies if another else 0), ())
+                    message = replace(message, ready_attempt=Attempt(0, "x", "z"), ready=made_up)
                 honest(to, message)
 
             honest, driver._attempts.tell = driver._attempts.tell, tell  # type: ignore[method-assign]
@@ -228,20 +228,20 @@ forgeries = pytest.mark.parametrize("lie", FORGERIES.values(), ids=FORGERIES)
 @forgeries
 def test_a_forged_proposal_ends_no_peer_and_rounds_go_on(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
     forged: list[Record] = []
-    honest = leader.record_of
+    honest = leader.proposal_of
 
-    def record_of(*args: Any) -> Record:
-        record = honest(*args)
+    def proposal_of(*args: Any) -> Proposal:
+        proposal = honest(*args)
         if len(forged) < 3:
-            record = replace(record, **lie)
-            forged.append(record)
-        return record
+            forged.append(replace(proposal.record, **lie))
+            proposal = replace(proposal, record=forged[-1])
+        return proposal
 
     async def main() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "ab")
             await s.until(lambda: common(s, 1, 2))
-            monkeypatch.setattr(leader, "record_of", record_of)
+            monkeypatch.setattr(leader, "proposal_of", proposal_of)
 
             def gone_on() -> bool:
                 assert not any(peer.node.driver.head.record in forged for peer in s.peers.values())
@@ -329,11 +329,11 @@ def test_who_makes_up_contributors_makes_up_no_voters(
     made_up = [(f"s{i:02}", "s") for i in range(20)]
     run_leader = leader.AveragingLeader.run
 
-    async def run(self: leader.AveragingLeader, joins: dict[str, Join]) -> Record:
-        record = await run_leader(self, joins)
-        context = self._context
+    async def run(self: leader.AveragingLeader, joins: dict[str, Join]) -> Proposal:
+        proposal = await run_leader(self, joins)
+        context, record = self._context, proposal.record
         if context.peer_id != "x":
-            return record
+            return proposal
         (part,) = record.parts
         each = weight * record.contributors[0].weight
         contributors = (*(Contributor(*one, each, bytes(32)) for one in made_up), *record.contributors)
@@ -341,8 +341,9 @@ def test_who_makes_up_contributors_makes_up_no_voters(
         assert mean is not None
         digest = part_digest(mean, contributors, (part.start, part.stop))
         context.parts.add(digest, mean)
-        voters = next_voters(self._head, contributors, record.views)
-        return replace(record, contributors=contributors, parts=(replace(part, digest=digest),), voters=voters)
+        voters = next_voters(self._head, contributors, proposal.views)
+        record = replace(record, contributors=contributors, parts=(replace(part, digest=digest),), voters=voters)
+        return replace(proposal, record=record)
 
     monkeypatch.setattr(leader.AveragingLeader, "run", run)
 
@@ -436,8 +437,8 @@ def test_a_liar_that_was_restarted_votes_once() -> None:
     run_virtual(main)
 
 
-def _forged(x: RoundDriver, a: RoundDriver, lie: str) -> tuple[View | None, Record | None]:
-    """A view, or a record that was accepted, as no honest peer has it."""
+def _forged(x: RoundDriver, a: RoundDriver, lie: str) -> tuple[View | None, Proposal | None]:
+    """A view, or a proposal that was accepted, as no honest peer has it."""
     view = x.context.prover.view(a.head, seen_of([x.context.liveness.own]))
     assert a.head.record is not None
     record = replace(a.head.record, round=a.head.round + 1, parent_hash=a.head.state_hash)
@@ -449,8 +450,8 @@ def _forged(x: RoundDriver, a: RoundDriver, lie: str) -> tuple[View | None, Reco
         case "view of another incarnation":
             return replace(view, incarnation="x.9"), None
         case "record with its own voters":
-            return view, replace(record, voters=(x.context.liveness.own,))
-    return view, replace(record, voters=a.head.voters, views=(replace(view, signature=b""),))
+            return view, Proposal(replace(record, voters=(x.context.liveness.own,)), ())
+    return view, Proposal(replace(record, voters=a.head.voters), (replace(view, signature=b""),))
 
 
 @pytest.mark.parametrize(
@@ -475,13 +476,13 @@ def test_forged_views_and_voters_cost_the_link(lie: str, kind: str, caplog: pyte
             def forge(to: str, message: Message) -> None:
                 nonlocal lied
                 if to == "a" and isinstance(message, Join) and kind == "Join":
-                    view, record = _forged(x, a, lie)
-                    attempt = Attempt(0, "z", "z") if record is not None else None
-                    message, lied = replace(message, view=view, ready=record, ready_attempt=attempt), lied + 1
+                    view, proposal = _forged(x, a, lie)
+                    attempt = Attempt(0, "z", "z") if proposal is not None else None
+                    message, lied = replace(message, view=view, ready=proposal, ready_attempt=attempt), lied + 1
                 if to == "a" and isinstance(message, Propose) and kind == "Propose":
-                    view, record = _forged(x, a, lie)
-                    forged = record or replace(message.record, views=(view,) if view else ())
-                    message, lied = replace(message, record=forged), lied + 1
+                    view, proposal = _forged(x, a, lie)
+                    forged = proposal or replace(message.proposal, views=(view,) if view else ())
+                    message, lied = replace(message, proposal=forged), lied + 1
                 tell(to, message)
 
             x._attempts.tell = forge  # type: ignore[method-assign]
@@ -489,9 +490,8 @@ def test_forged_views_and_voters_cost_the_link(lie: str, kind: str, caplog: pyte
             assert lied
 
     run_virtual(main)
-    assert re.search(
-        "a view that its owner has not signed|the view of another peer|a record (with other|whose)", caplog.text
-    )
+    reasons = "a view that its owner has not signed|the view of another peer|a record with other|a proposal whose"
+    assert re.search(reasons, caplog.text)
 
 
 def test_the_view_of_a_peer_that_does_not_vote_costs_no_leader_its_link() -> None:
@@ -549,14 +549,14 @@ def test_who_claims_to_reach_everybody_leads_no_more_rounds_for_it(
 
     A helper that does not vote sends Dues that ask for a later attempt.
     """
-    views_of = leader.record_of
+    honest = leader.proposal_of
 
-    def record_of(run: RunConfig, head: Head, joins: dict[str, Join], *args: Any) -> Record:
+    def proposal_of(run: RunConfig, head: Head, joins: dict[str, Join], *args: Any) -> Proposal:
         if any(name == "x" for name, join in joins.items() if join.attempt.leader == "x"):
             joins = {name: replace(join, view=join.view if name == "x" else None) for name, join in joins.items()}
-        return views_of(run, head, joins, *args)
+        return honest(run, head, joins, *args)
 
-    monkeypatch.setattr(leader, "record_of", record_of)
+    monkeypatch.setattr(leader, "proposal_of", proposal_of)
 
     async def main() -> None:
         async with swarm(PLAIN) as s:

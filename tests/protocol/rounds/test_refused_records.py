@@ -16,14 +16,15 @@ from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.landing.commit import OLDER_AVERAGED, OTHER_NAMED
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.rounds.moving.member import Participation
-from p2ptrain.protocol.wire.messages import Message, Record, Reduce, Reduced
+from p2ptrain.protocol.wire.messages import Message, Proposal, Record, Reduce, Reduced
 from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
 
 
 def ready_with(s: Swarm, name: str) -> Record | None:
-    return s.peers[name].node.driver.round_state.acceptor.record
+    proposal = s.peers[name].node.driver.round_state.acceptor.proposal
+    return proposal.record if proposal is not None else None
 
 
 # Records name contributions by Merkle roots, by nothing, and by hashes.
@@ -120,11 +121,12 @@ def test_with_gather_a_record_with_other_bytes_of_a_member_is_refused_and_does_n
     caplog.set_level(logging.DEBUG)
     lead = AveragingLeader.run
 
-    async def run(self: AveragingLeader, joins: Any) -> Record:
-        record = await lead(self, joins)
+    async def run(self: AveragingLeader, joins: Any) -> Proposal:
+        proposal = await lead(self, joins)
+        record = proposal.record
         others = {part.holder: part.digest for part in record.parts}
         parts = (msgspec.structs.replace(p, digest=others["b"]) if p.holder == "a" else p for p in record.parts)
-        return msgspec.structs.replace(record, parts=tuple(parts))
+        return msgspec.structs.replace(proposal, record=msgspec.structs.replace(record, parts=tuple(parts)))
 
     async def main() -> None:
         async with swarm(dataclasses.replace(PLAIN, averaging="gather")) as s:

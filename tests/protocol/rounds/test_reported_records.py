@@ -21,7 +21,7 @@ from p2ptrain.protocol.rounds.deciding.grid import Grid, mean_codec
 from p2ptrain.protocol.rounds.deciding.record import part_digest
 from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.rounds.moving.member import Participation
-from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Ready, Record
+from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Proposal, Ready, Record
 from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
@@ -70,7 +70,8 @@ def test_no_leader_proposes_a_reported_record_that_it_would_refuse_from_others(
             if isinstance(message, Join) and to != "x":
                 made.append(record_of_x(s, named, blobs))
                 parts._parts.update(blobs)
-                message = msgspec.structs.replace(message, ready_attempt=Attempt(0, "x", "z"), ready=made[-1])
+                reported = Proposal(made[-1], ())
+                message = msgspec.structs.replace(message, ready_attempt=Attempt(0, "x", "z"), ready=reported)
             honest(to, message)
 
         attempts.tell = tell  # type: ignore[method-assign]
@@ -113,10 +114,10 @@ def test_who_was_ready_with_a_record_is_so_again_whomever_it_sees_now(monkeypatc
 
             def lose_ready(source: str, target: str, packet: bytes) -> PacketFault:
                 if packet[1] == KIND_OF[Ready] and len(ready) < 2:
-                    record = s.peers[source].node.driver.round_state.acceptor.record
-                    assert record is not None
+                    proposal = s.peers[source].node.driver.round_state.acceptor.proposal
+                    assert proposal is not None
                     ready.add(source)
-                    lost.add(record.sha256)
+                    lost.add(proposal.record.sha256)
                     return PacketFault.DROP
                 return PacketFault.NONE
 

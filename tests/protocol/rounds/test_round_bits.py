@@ -68,8 +68,7 @@ async def play(workers: Workers, run: RunConfig) -> tuple[object, ...]:
         mean += b"".join(await in_parallel(workers, expected.average, expected.take(chunks, workers.threads)))
     record = Record(
         "0-g", "0-g", 1, "", tuple(Contributor(name, f"{name}.1", 1.0, b"") for name in MEMBERS),
-        (Part(0, BLOCKS, "mean", "a"),), run.outer_optimizer, 0.7, 0.9, 20, 100, (), 0.0, 0.0,
-        (), (),
+        (Part(0, BLOCKS, "mean", "a"),), run.outer_optimizer, 0.7, 0.9, 20, 100, (), 0.0, 0.0, (),
     )  # fmt: skip
     blobs, own, progress = {"mean": mean}.__getitem__, gradients["a"], Progress(record)
     norms = await in_parallel(workers, functools.partial(check_decodes, averaging, record, blobs, STEPPED), BOUNDS)

@@ -149,7 +149,7 @@ class Donor:
         round_ = self.head.round + 1
         record = Record(
             PAST.genesis_id, "0-L", round_, before, contributors, tuple(parts), "nesterov", 0.7, 0.9, 160, 2000, (),
-            0.0, 0.0, (("a", "a.1"),), (),
+            0.0, 0.0, (("a", "a.1"),),
         )  # fmt: skip
         progress = Progress(record)
         for chunk in whole.chunks:

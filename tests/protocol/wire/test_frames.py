@@ -84,11 +84,11 @@ def test_the_largest_payload_fits_and_no_larger() -> None:
         encode_frame(ANSWER, bytes(MAX_PAYLOAD_BYTES + 1))
 
 
-def test_the_first_bytes_of_version_8() -> None:
+def test_the_first_bytes_of_version_9() -> None:
     """Frames of another build of this version must be understood: these bytes never change."""
-    leave = "08 04 00 00  00000005 00000000 00000000  0000000000000102  91 a3 627965"
+    leave = "09 04 00 00  00000005 00000000 00000000  0000000000000102  91 a3 627965"
     assert encode_frame(Leave("bye"), acked_bytes=258) == bytes.fromhex(leave)
-    ack = "08 03 02 00  00000001 00000000 00000000  0000000000000000  90"
+    ack = "09 03 02 00  00000001 00000000 00000000  0000000000000000  90"
     assert encode_frame(Ack(), bulk=True) == bytes.fromhex(ack)
 
 

@@ -38,6 +38,7 @@ from p2ptrain.protocol.wire.messages import (
     Leave,
     Message,
     Part,
+    Proposal,
     Propose,
     Record,
     Roster,
@@ -309,17 +310,16 @@ def test_the_longest_honest_messages_fit() -> None:
         tuple(Part(1024 * i, 1024 * i + 1024, "0" * 64, ids[i % 64]) for i in range(64)),
         "nesterov", 0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids[:64]), 0.5, 1.5,
         tuple((peer, "i" * 16) for peer in ids[:31]),
-        tuple(View(peer, "i" * 16, bytes(VOTER_HASH_BYTES * 95), bytes(560)) for peer in ids[:31]),
     )  # fmt: skip
+    views = tuple(View(peer, "i" * 16, bytes(VOTER_HASH_BYTES * 95), bytes(560)) for peer in ids[:31])
+    proposal = Proposal(record, views)
     attempt = Attempt(3, ids[0], "a" * 16)
     expected = tuple(Contributor(peer, "i" * 16, 1 / 3, b"") for peer in ids[:64])
     parts = tuple(RosterPart(1024 * i, 1024 * i + 1024, ids[i % 64], ()) for i in range(512))
     maddrs = tuple("/ip4/1.2.3.4/tcp/4001/p2p/".ljust(512, "x") for _ in range(16))
     longest = [
-        Propose(attempt, record),
-        Join(
-            "l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, record.views[0], attempt, record
-        ),
+        Propose(attempt, proposal),
+        Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, views[0], attempt, proposal),
         Roster("l", 1, attempt, tuple(ids[:64]), parts, expected),
         Beat(1.0, 1.0, 1.0, "0-g", "0-l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs)), 1),
         Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs, bytes(MAX_OFFER_BYTES)),

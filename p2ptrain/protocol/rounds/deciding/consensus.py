@@ -42,8 +42,8 @@ Result = tuple[State, tuple[ev.Effect, ...]]
 Joins = tuple[tuple[PeerId, m.Join], ...]
 
 
-def unfinished(joins: Joins, voters: Collection[Voter]) -> m.Record | None:
-    """The accepted record of the highest attempt: it may have been committed, and must be proposed unchanged."""
+def unfinished(joins: Joins, voters: Collection[Voter]) -> m.Proposal | None:
+    """The accepted proposal of the highest attempt: it may have been committed, and must be proposed unchanged."""
     held = [
         (join.ready_attempt, join.ready)
         for peer, join in joins
@@ -60,7 +60,7 @@ def heeded(state: State, joins: Joins) -> Joins:
     """
 
     def is_unheld(peer: PeerId, join: m.Join) -> bool:
-        return join.ready is not None and (peer in state.doubted or join.ready.sha256 in state.unheld)
+        return join.ready is not None and (peer in state.doubted or join.ready.record.sha256 in state.unheld)
 
     rest = tuple((peer, join) for peer, join in joins if not is_unheld(peer, join))
     return rest if is_quorum({(peer, join.incarnation) for peer, join in rest}, state.head.voters) else joins
@@ -82,12 +82,12 @@ def step(state: State, event: ev.Event, now: float) -> Result:
         case ev.MemberFailed(attempt, reason):
             member = _member_of(state, attempt)
             return _withdraw(state, member, reason) if member is not None else (state, ())
-        case ev.Averaged(attempt, record):
+        case ev.Averaged(attempt, proposal):
             proposer = _proposer_of(state, attempt)
-            if proposer is None or proposer.joining or proposer.record is not None:
+            if proposer is None or proposer.joining or proposer.proposal is not None:
                 return state, ()
-            assert _is_next(state, record), "averaged from another state than the head's"
-            return _propose(state, proposer, record)
+            assert _is_next(state, proposal.record), "averaged from another state than the head's"
+            return _propose(state, proposer, proposal)
         case ev.LeaderFailed(attempt, reason):
             proposer = _proposer_of(state, attempt)
             return _abort(state, proposer, reason) if proposer is not None else (state, ())
@@ -99,8 +99,8 @@ def step(state: State, event: ev.Event, now: float) -> Result:
 
 def _on_message(state: State, sender: PeerId, message: m.Message, now: float) -> Result:
     match message:
-        case m.Commit() | m.Propose():
-            place = message.record.lineage, message.record.round
+        case m.Commit(record) | m.Propose(_, m.Proposal(record)):
+            place = record.lineage, record.round
         case m.Call() | m.Join() | m.Refuse() | m.Roster() | m.Ready() | m.Abort() | m.Withdraw():
             place = message.lineage, message.round
         case _:
@@ -194,32 +194,33 @@ def _join(state: State, attempt: m.Attempt, join: m.Join) -> Result:
     if member is None or member.joined:
         return state, ()
     join = msgspec.structs.replace(
-        join, attempt=attempt, incarnation=state.incarnation, ready_attempt=acceptor.attempt, ready=acceptor.record
+        join, attempt=attempt, incarnation=state.incarnation, ready_attempt=acceptor.attempt, ready=acceptor.proposal
     )
     return replace(state, member=replace(member, joined=True)), (ev.Send(attempt.leader, join),)
 
 
 def _on_proposal(state: State, message: m.Propose, now: float) -> Result:
-    attempt, record, member = message.attempt, message.record, _member_of(state, message.attempt)
+    attempt, record, member = message.attempt, message.proposal.record, _member_of(state, message.attempt)
     if attempt < state.acceptor.promised:
         return state, (_refuse(state, attempt),)
     if member is None or not member.joined:
         return state, ()
     if state.acceptor.attempt == attempt:
         # Sent again, in case it was lost.
-        accepted = state.acceptor.record
-        return state, (_ready(state, attempt, accepted),) if accepted and accepted.sha256 == record.sha256 else ()
+        accepted = state.acceptor.proposal
+        is_same = accepted is not None and accepted.record.sha256 == record.sha256
+        return state, (_ready(state, attempt, record),) if is_same else ()
     if not _is_next(state, record):
         return _withdraw(state, member, "the record starts from another state than ours")
     if member.proposal is not None:
         return state, ()
-    member = replace(member, proposal=record, deadline_s=now + state.limits.attempt_s)
-    return replace(state, member=member), (ev.Fetch(attempt, record.decided),)
+    member = replace(member, proposal=message.proposal, deadline_s=now + state.limits.attempt_s)
+    return replace(state, member=member), (ev.Fetch(attempt, record),)
 
 
 def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
     member = _member_of(state, attempt)
-    if member is None or member.proposal is None or member.proposal.sha256 != sha256:
+    if member is None or member.proposal is None or member.proposal.record.sha256 != sha256:
         return state, ()
     if state.acceptor.attempt == attempt:
         return state, ()
@@ -242,7 +243,7 @@ def _become_ready(state: State, member: Member) -> Result:
     # A higher promise would have ended this attempt for us.
     assert member.proposal is not None
     state = replace(state, acceptor=Acceptor(member.attempt, member.attempt, member.proposal))
-    return state, (_ready(state, member.attempt, member.proposal),)
+    return state, (_ready(state, member.attempt, member.proposal.record),)
 
 
 def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
@@ -253,7 +254,7 @@ def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
 def _withdraw(state: State, member: Member, reason: str) -> Result:
     attempt = member.attempt
     if member.proposal is not None and not member.held:
-        state = _note_unheld(state, attempt, member.proposal.sha256)
+        state = _note_unheld(state, attempt, member.proposal.record.sha256)
     state, effects = _end_member(state, member, reason)
     withdraw = m.Withdraw(state.head.lineage, state.round, attempt, reason)
     return state, (ev.Send(attempt.leader, withdraw), *effects)
@@ -264,7 +265,7 @@ def _note_unheld(state: State, attempt: m.Attempt, sha256: str) -> State:
     unheld = state.unheld if len(state.unheld) < MAX_UNHELD else frozenset()
     proposer = _proposer_of(state, attempt)
     joins = proposer.joins if proposer is not None else ()
-    doubted = {peer for peer, join in joins if join.ready is not None and join.ready.sha256 == sha256}
+    doubted = {peer for peer, join in joins if join.ready is not None and join.ready.record.sha256 == sha256}
     return replace(state, unheld=unheld | {sha256}, doubted=state.doubted | doubted)
 
 
@@ -288,7 +289,7 @@ def _on_join(state: State, proposer: Proposer, sender: PeerId, join: m.Join, now
         raise WireError("a Join with half a READY record")
     # Accepted before this promise.
     ready, ready_attempt = join.ready, join.ready_attempt
-    if ready and ready_attempt and (ready_attempt >= proposer.attempt or not _is_next(state, ready)):
+    if ready and ready_attempt and (ready_attempt >= proposer.attempt or not _is_next(state, ready.record)):
         raise WireError("a Join with a READY record that cannot be")
     if not proposer.joining or sender not in proposer.called:
         return state, ()
@@ -323,21 +324,21 @@ def _end_joining(state: State, proposer: Proposer, now: float) -> Result:
         reason = f"{count} of {len(voters)} voters joined within {proposer.window_s:.1f} s: no quorum"
         return _abort(state, proposer, reason)
     proposer = replace(proposer, joining=False, joins=joins, deadline_s=now + proposer.attempt_s)
-    record = unfinished(joins, voters)
-    if record is not None:
-        return _propose(state, proposer, record)
+    proposal = unfinished(joins, voters)
+    if proposal is not None:
+        return _propose(state, proposer, proposal)
     return replace(state, proposer=proposer), (ev.Average(proposer.attempt, joins),)
 
 
-def _propose(state: State, proposer: Proposer, record: m.Record) -> Result:
-    state = replace(state, proposer=replace(proposer, record=record))
-    proposal = m.Propose(proposer.attempt, record)
-    return state, tuple(ev.Send(peer, proposal) for peer, _ in proposer.joins if peer not in proposer.gone)
+def _propose(state: State, proposer: Proposer, proposal: m.Proposal) -> Result:
+    state = replace(state, proposer=replace(proposer, proposal=proposal))
+    message = m.Propose(proposer.attempt, proposal)
+    return state, tuple(ev.Send(peer, message) for peer, _ in proposer.joins if peer not in proposer.gone)
 
 
 def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready) -> Result:
-    record, voter, voters = proposer.record, (sender, message.incarnation), state.head.voters
-    if record is None or message.record_sha256 != record.sha256 or voter not in voters:
+    proposal, voter, voters = proposer.proposal, (sender, message.incarnation), state.head.voters
+    if proposal is None or message.record_sha256 != proposal.record.sha256 or voter not in voters:
         return state, ()
     ready = {**dict(proposer.ready), voter: message.signature}
     proposer = replace(proposer, ready=tuple(sorted(ready.items())))
@@ -346,7 +347,7 @@ def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready
         completes = own is not None and own.held and state.acceptor.attempt != own.attempt
         return _become_ready(state, own) if own and completes and not _waits(state, proposer) else (state, ())
     votes = tuple(m.Vote(peer, incarnation, signature) for (peer, incarnation), signature in proposer.ready)
-    commit = m.Commit(record.decided, proposer.attempt, votes)
+    commit = m.Commit(proposal.record, proposer.attempt, votes)
     state, effects = _learn(replace(state, proposer=None), commit)
     return state, (ev.Broadcast(commit), *effects)
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from p2ptrain.protocol.rounds.deciding.voters import Voter
-from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Join, Message, Record
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Join, Message, Proposal, Record
 from p2ptrain.protocol.wire.transport import PeerId
 
 # Lower than every real attempt.
@@ -41,7 +41,7 @@ class Acceptor:
 
     promised: Attempt = NO_ATTEMPT
     attempt: Attempt | None = None
-    record: Record | None = None
+    proposal: Proposal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Member:
     deadline_s: float
     joined: bool = False
     planned: bool = False
-    proposal: Record | None = None
+    proposal: Proposal | None = None
     held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """An attempt that we lead. `record` is None until proposed; `gone` peers refused, withdrew or were lost.
+    """An attempt that we lead. `proposal` is None until sent; `gone` peers refused, withdrew or were lost.
 
     `ready` has the signatures of the voters that are READY.
     """
@@ -71,7 +71,7 @@ class Proposer:
     joining: bool = True
     joins: tuple[tuple[PeerId, Join], ...] = ()
     gone: frozenset[PeerId] = frozenset()
-    record: Record | None = None
+    proposal: Proposal | None = None
     ready: tuple[tuple[Voter, bytes], ...] = ()
 
 
@@ -163,7 +163,7 @@ class Averaged:
     """Answers `Average`."""
 
     attempt: Attempt
-    record: Record
+    proposal: Proposal
 
 
 @dataclass(frozen=True, slots=True)

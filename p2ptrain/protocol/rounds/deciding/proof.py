@@ -28,8 +28,8 @@ from p2ptrain.protocol.wire.messages import (
     Founding,
     Head,
     Landed,
+    Proposal,
     Ready,
-    Record,
     SignedHead,
     View,
     Vote,
@@ -93,10 +93,10 @@ class Prover:
         if not self._signer.verify(view.peer_id, view_statement(self._digest, head, view), view.signature):
             raise WireError("a view that its owner has not signed")
 
-    def verify_voters(self, record: Record, head: Head) -> None:
+    def verify_voters(self, proposal: Proposal, head: Head) -> None:
         """Raises WireError unless a record that follows a head has the voters that follow from signed views."""
-        check_voters(record, head)
-        for view in record.views:
+        check_voters(proposal, head)
+        for view in proposal.views:
             self.verify_view(view, head)
 
     def signed_ready(self, ready: Ready) -> Ready:
@@ -111,8 +111,6 @@ class Prover:
     def verify_commit(self, commit: Commit, voters: Sequence[Voter]) -> None:
         """Raises WireError unless a quorum of these voters signed READY for the record, in one attempt."""
         record, sha256 = commit.record, commit.record.sha256
-        if record.views:
-            raise WireError("a Commit with views")
 
         def statement(incarnation: str) -> bytes:
             ready = Ready(record.lineage, record.round, commit.attempt, incarnation, sha256, b"")

@@ -19,7 +19,7 @@ from p2ptrain.protocol.rounds.deciding.averaging import Averaging, Blob, Conclus
 from p2ptrain.protocol.rounds.deciding.grid import Grid, averages_all
 from p2ptrain.protocol.rounds.deciding.policy import may_be_drawn, rank
 from p2ptrain.protocol.rounds.deciding.voters import Voter, next_voters
-from p2ptrain.protocol.wire.messages import MAX_COUNT, Arrived, Contributor, Head, Join, Record, Roster, pack
+from p2ptrain.protocol.wire.messages import MAX_COUNT, Arrived, Contributor, Head, Join, Proposal, Record, Roster, pack
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -112,14 +112,14 @@ def name_of(record: Record, member: Voter, averaging: Averaging) -> bytes | None
     return next((part.digest.encode() for part in record.parts if part.holder == member[0]), b"")
 
 
-def record_of(
+def proposal_of(
     run: RunConfig,
     head: Head,
     joins: Mapping[PeerId, Join],
     members: Sequence[PeerId],
     contributors: Sequence[Contributor],
     conclusion: Conclusion,
-) -> Record:
+) -> Proposal:
     """The decision of a round: the mean, the outer step, each member's next interval, and the next voters.
 
     Args:
@@ -143,7 +143,7 @@ def record_of(
     sync_every = scheduled_interval(run.sync_schedule, run.sync_every, progress)
     cosine, norm = measures_of(conclusion.grams, [c.weight for c in contributors])
     views = tuple(j.view for p, j in joins.items() if j.view is not None and (p, j.incarnation) in head.voters)
-    return Record(
+    record = Record(
         genesis=head.genesis,
         lineage=head.lineage,
         round=head.round + 1,
@@ -165,8 +165,8 @@ def record_of(
         cosine=cosine,
         mean_norm=norm,
         voters=next_voters(head, contributors, views),
-        views=views,
     )
+    return Proposal(record, views)
 
 
 def most_run_step(run: RunConfig, head: Head) -> int:

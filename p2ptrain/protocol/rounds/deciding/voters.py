@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.wire.messages import MAX_VOTERS, VOTER_HASH_BYTES, Contributor, Head, Record, View
+from p2ptrain.protocol.wire.messages import MAX_VOTERS, VOTER_HASH_BYTES, Contributor, Head, Proposal, View
 from p2ptrain.protocol.wire.transport import PeerId
 
 Voter = tuple[PeerId, str]  # with its incarnation
@@ -75,10 +75,11 @@ def _hashes_in(seen: bytes) -> set[bytes]:
     return {seen[i : i + VOTER_HASH_BYTES] for i in range(0, len(seen), VOTER_HASH_BYTES)}
 
 
-def check_voters(record: Record, head: Head) -> None:
+def check_voters(proposal: Proposal, head: Head) -> None:
     """Raises WireError unless the voters of a record that follows `head` are those that follow from its views."""
-    viewers = [(view.peer_id, view.incarnation) for view in record.views]
+    record, views = proposal.record, proposal.views
+    viewers = [(view.peer_id, view.incarnation) for view in views]
     if len(set(viewers)) < len(viewers) or not set(viewers) <= set(head.voters):
-        raise WireError("a record whose views are not each of another voter")
-    if record.voters != next_voters(head, record.contributors, record.views):
+        raise WireError("a proposal whose views are not each of another voter")
+    if record.voters != next_voters(head, record.contributors, views):
         raise WireError("a record with other voters than follow from its views")

@@ -17,7 +17,7 @@ from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
 from p2ptrain.protocol.rounds.deciding import guard, policy
 from p2ptrain.protocol.rounds.deciding.averaging import Conclusion
-from p2ptrain.protocol.rounds.deciding.record import check_arrived, record_of
+from p2ptrain.protocol.rounds.deciding.record import check_arrived, proposal_of
 from p2ptrain.protocol.rounds.deciding.timeouts import AVERAGING_SHARE, REPORT_S, SENDING_SHARE, SILENT_REDUCER_S
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
@@ -90,8 +90,8 @@ class AveragingLeader:
             logger.warning("round %d: reducer %s did not average its part in time", self._head.round + 1, peer_id)
             self._context.avoided.note(peer_id, trio.current_time(), SILENT_REDUCER_S)
 
-    async def run(self, joins: dict[PeerId, m.Join]) -> m.Record:
-        """Lead the averaging, and return the record to propose. Raises RoundFailedError.
+    async def run(self, joins: dict[PeerId, m.Join]) -> m.Proposal:
+        """Lead the averaging, and return what to propose. Raises RoundFailedError.
 
         Args:
             joins: the Join of each peer, including our own.
@@ -141,7 +141,7 @@ class AveragingLeader:
         # From here a lost reducer is not avoided, as its part is done. A lost contributor stays in the mean.
         self._averaging.clear()
         self._heard_s.clear()
-        return record_of(self._context.run, head, joins, members, contributors, conclusion)
+        return proposal_of(self._context.run, head, joins, members, contributors, conclusion)
 
     async def _await_contributions(self) -> list[PeerId]:
         """Wait until each member is complete at its reducers or excluded, or time is up; return the complete ones.

@@ -101,8 +101,7 @@ def whole_round(
         rtol = 0.2 if run.round_codec in ("int2", "topk") else 0.1
         np.testing.assert_allclose(whole, exact, rtol=rtol, atol=0.02 * exact.max())
     record = Record(
-        "0-g", "0-g", 1, "", CONTRIBUTORS, conclusion.parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0,
-        (), (),
+        "0-g", "0-g", 1, "", CONTRIBUTORS, conclusion.parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0, (),
     )  # fmt: skip
     averaging.check_record(record, Grid(0, BLOCKS))
     for part in record.parts:

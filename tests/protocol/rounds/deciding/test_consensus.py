@@ -83,8 +83,8 @@ def forget_ready(state: State) -> State:
 def accept_lower(state: State, message: Propose, now: float) -> Result:
     """Accept whatever is proposed, also below the promise."""
     promised = max(state.acceptor.promised, message.attempt)
-    state = dataclasses.replace(state, acceptor=Acceptor(promised, message.attempt, message.record))
-    return state, (consensus._ready(state, message.attempt, message.record),)
+    state = dataclasses.replace(state, acceptor=Acceptor(promised, message.attempt, message.proposal))
+    return state, (consensus._ready(state, message.attempt, message.proposal.record),)
 
 
 def same_incarnation(peer: str, incarnation: str, head: Any, limits: Any) -> State:
@@ -101,7 +101,7 @@ def count_whom_we_ignore(state: State, joins: Joins) -> Joins:
     """A READY record that could not be had is left out, and the promise of who reported it is not."""
     return tuple(
         (peer, msgspec.structs.replace(join, ready=None, ready_attempt=None))
-        if join.ready is not None and join.ready.sha256 in state.unheld
+        if join.ready is not None and join.ready.record.sha256 in state.unheld
         else (peer, join)
         for peer, join in joins
     )

@@ -52,6 +52,7 @@ from p2ptrain.protocol.wire.messages import (
     Head,
     Join,
     Message,
+    Proposal,
     Propose,
     Ready,
     Record,
@@ -71,7 +72,7 @@ FIRST, SECOND = Attempt(1, "a", "1"), Attempt(2, "b", "1")
 
 
 def record(name: str = "sgd", **changes: Any) -> Record:
-    plain = Record("genesis", "0-x", 5, "state", (), (), name, 1.0, 0.0, 110, 1100, (), 0.0, 0.0, (), ())
+    plain = Record("genesis", "0-x", 5, "state", (), (), name, 1.0, 0.0, 110, 1100, (), 0.0, 0.0, ())
     return msgspec.structs.replace(plain, **changes)
 
 
@@ -83,8 +84,17 @@ def join(
     attempt: Attempt, ready_attempt: Attempt | None = None, ready: Record | None = None, incarnation: str = "1"
 ) -> Join:
     return Join(
-        "0-x", 5, attempt, incarnation, "state", True, 10, 0, 100, 1.0, 1.0, (), False, None, ready_attempt, ready
+        "0-x", 5, attempt, incarnation, "state", True, 10, 0, 100, 1.0, 1.0, (), False, None, ready_attempt,
+        Proposal(ready, ()) if ready is not None else None,
     )  # fmt: skip
+
+
+def averaged(attempt: Attempt, of: Record) -> Averaged:
+    return Averaged(attempt, Proposal(of, ()))
+
+
+def propose(attempt: Attempt, of: Record) -> Propose:
+    return Propose(attempt, Proposal(of, ()))
 
 
 def ready(attempt: Attempt, of: Record, incarnation: str = "1") -> Ready:
@@ -125,7 +135,7 @@ def joined(attempt: Attempt = FIRST, state: State | None = None) -> Run:
 def accepted(attempt: Attempt = FIRST, of: Record | None = None) -> Run:
     """A member that is READY for a record."""
     run, of = joined(attempt), of or record()
-    run.hears(attempt.leader, Propose(attempt, of))
+    run.hears(attempt.leader, propose(attempt, of))
     run(Held(attempt, of.sha256))
     return run
 
@@ -141,7 +151,7 @@ def leading(*joining: str) -> Run:
 
 def proposing(of: Record) -> Run:
     run = leading("a", "b", "c")
-    run(Averaged(FIRST, of))
+    run(averaged(FIRST, of))
     return run
 
 
@@ -197,7 +207,7 @@ def test_a_member_goes_from_call_to_ready() -> None:
     run, of = Run(peer()), record()
     assert run.hears("a", call(FIRST)) == [Prepare(FIRST, 1.0)]
     assert run(Prepared(FIRST, join(FIRST))) == [Send("a", join(FIRST))]
-    assert run.hears("a", Propose(FIRST, of)) == [Fetch(FIRST, of)]
+    assert run.hears("a", propose(FIRST, of)) == [Fetch(FIRST, of)]
     assert run(Held(FIRST, of.sha256)) == [Send("a", ready(FIRST, of))]
     assert run.hears("a", commit(of)) == [Learned(commit(of))]
 
@@ -208,12 +218,12 @@ def test_a_repeated_message_has_one_effect() -> None:
     assert run.hears("a", call(FIRST)) == []
     run(Prepared(FIRST, join(FIRST)))
     assert run(Prepared(FIRST, join(FIRST))) == []
-    run.hears("a", Propose(FIRST, of))
-    assert run.hears("a", Propose(FIRST, of)) == []
+    run.hears("a", propose(FIRST, of))
+    assert run.hears("a", propose(FIRST, of)) == []
     run(Held(FIRST, of.sha256))
     assert run(Held(FIRST, of.sha256)) == []
     # The leader may have lost our READY.
-    assert run.hears("a", Propose(FIRST, of)) == [Send("a", ready(FIRST, of))]
+    assert run.hears("a", propose(FIRST, of)) == [Send("a", ready(FIRST, of))]
 
 
 def test_a_higher_call_ends_the_part_in_a_lower_attempt_and_tells_its_leader() -> None:
@@ -235,7 +245,7 @@ def test_a_higher_call_ends_the_part_in_a_lower_attempt_and_tells_its_leader() -
     ):
         assert run(event) == []
         assert run.state == before
-    assert run.hears("a", Propose(FIRST, record())) == [Send("a", Refuse("0-x", 5, FIRST, SECOND))]
+    assert run.hears("a", propose(FIRST, record())) == [Send("a", Refuse("0-x", 5, FIRST, SECOND))]
 
 
 def test_a_lower_call_is_refused_with_what_was_promised() -> None:
@@ -247,10 +257,10 @@ def test_a_lower_call_is_refused_with_what_was_promised() -> None:
 
 def test_a_fetch_that_ends_after_a_higher_promise_makes_no_member_ready() -> None:
     run, of = joined(FIRST), record()
-    run.hears("a", Propose(FIRST, of))
+    run.hears("a", propose(FIRST, of))
     run.hears("b", call(SECOND))
     assert run(Held(FIRST, of.sha256)) == []
-    assert run.state.acceptor.record is None
+    assert run.state.acceptor.proposal is None
 
 
 def test_ready_is_reported_to_the_next_leader() -> None:
@@ -261,35 +271,35 @@ def test_ready_is_reported_to_the_next_leader() -> None:
 
 def test_a_second_record_in_one_attempt_is_not_accepted() -> None:
     run = accepted(FIRST, record("sgd"))
-    assert run.hears("a", Propose(FIRST, record("nesterov"))) == []
-    assert run.state.acceptor.record == record("sgd")
+    assert run.hears("a", propose(FIRST, record("nesterov"))) == []
+    assert run.state.acceptor.proposal == Proposal(record("sgd"), ())
     # Nor one that is equal and has another hash.
     equal = record("sgd", cosine=-0.0)
     assert equal == record("sgd")
     assert equal.sha256 != record("sgd").sha256
-    assert run.hears("a", Propose(FIRST, equal)) == []
+    assert run.hears("a", propose(FIRST, equal)) == []
     # Nor before the first one is READY.
     run = joined(FIRST)
-    run.hears("a", Propose(FIRST, record("sgd")))
-    assert run.hears("a", Propose(FIRST, record("nesterov"))) == []
+    run.hears("a", propose(FIRST, record("sgd")))
+    assert run.hears("a", propose(FIRST, record("nesterov"))) == []
     assert run(Held(FIRST, record("nesterov").sha256)) == []
-    assert run.state.acceptor.record is None
+    assert run.state.acceptor.proposal is None
 
 
 def test_a_record_of_another_state_makes_us_withdraw() -> None:
     for odd in (record(parent_hash="other"), record(genesis="other")):
         run = joined(FIRST)
         reason = "the record starts from another state than ours"
-        assert run.hears("a", Propose(FIRST, odd)) == [
+        assert run.hears("a", propose(FIRST, odd)) == [
             Send("a", Withdraw("0-x", 5, FIRST, reason)), MemberEnded(FIRST, reason),
         ]  # fmt: skip
 
 
 def test_no_record_is_taken_by_one_that_has_not_joined() -> None:
     run = Run(peer())
-    assert run.hears("a", Propose(FIRST, record())) == []
+    assert run.hears("a", propose(FIRST, record())) == []
     run.hears("a", call(FIRST))
-    assert run.hears("a", Propose(FIRST, record())) == []
+    assert run.hears("a", propose(FIRST, record())) == []
 
 
 def test_a_member_that_fails_withdraws() -> None:
@@ -322,7 +332,7 @@ def test_other_rounds_and_lineages_change_nothing() -> None:
     before = run.state
     for message in (
         Call("0-x", 6, SECOND, 1.0), Call("0-y", 5, SECOND, 1.0), Abort("0-x", 4, FIRST, ""),
-        Propose(FIRST, record(round=6)), commit(record(round=4)), commit(record(lineage="0-y")),
+        propose(FIRST, record(round=6)), commit(record(round=4)), commit(record(lineage="0-y")),
     ):  # fmt: skip
         assert run.hears("b" if isinstance(message, Call) else "a", message) == []
     assert run.state == before
@@ -352,9 +362,9 @@ def test_rosters_without_end_do_not_hold_a_member() -> None:
         run.hears("a", Roster("0-x", 5, FIRST, ("c",), (), ()))
     assert deadline_s(run.state) == LIMITS.attempt_s
     # The record may be fetched as long as an attempt lasts, and not longer.
-    run.hears("a", Propose(FIRST, record()))
+    run.hears("a", propose(FIRST, record()))
     for run.now in (70.0, 90.0):
-        run.hears("a", Propose(FIRST, record()))
+        run.hears("a", propose(FIRST, record()))
         run.hears("a", Roster("0-x", 5, FIRST, ("c",), (), ()))
     assert deadline_s(run.state) == 59.0 + LIMITS.attempt_s
 
@@ -367,7 +377,7 @@ def test_words_in_another_peers_name_break_the_rules() -> None:
     before = run.state
     for message in (
         call(SECOND),
-        Propose(FIRST, record()),
+        propose(FIRST, record()),
         Abort("0-x", 5, FIRST, ""),
         Roster("0-x", 5, FIRST, (), (), ()),
     ):
@@ -440,7 +450,7 @@ def test_a_leader_goes_from_call_to_commit() -> None:
     assert run.hears("a", join(FIRST)) == []
     joins = tuple((name, join(FIRST)) for name in "abc")
     assert run.hears("b", join(FIRST)) == [Average(FIRST, joins)]
-    assert run(Averaged(FIRST, of)) == [Send(name, Propose(FIRST, of)) for name in "abc"]
+    assert run(averaged(FIRST, of)) == [Send(name, propose(FIRST, of)) for name in "abc"]
     assert run.hears("c", ready(FIRST, of)) == []
     of_both = commit(of, FIRST, "a", "c")
     assert run.hears("a", ready(FIRST, of)) == [Broadcast(of_both), Learned(of_both)]
@@ -453,7 +463,7 @@ def test_a_leader_becomes_ready_last() -> None:
     run = proposing(of)
     run.hears("a", call(FIRST))
     run(Prepared(FIRST, join(FIRST)))
-    assert run.hears("a", Propose(FIRST, of)) == [Fetch(FIRST, of)]
+    assert run.hears("a", propose(FIRST, of)) == [Fetch(FIRST, of)]
     assert run(Held(FIRST, of.sha256)) == []
     refused = deepcopy(run)
     assert run.hears("b", ready(FIRST, of)) == [Send("a", ready(FIRST, of))]
@@ -471,8 +481,8 @@ def test_a_leader_becomes_ready_last() -> None:
         run(Prepared(FIRST, join(FIRST)))
         for name in "abc":
             run.hears(name, join(FIRST))
-        run(Averaged(FIRST, of))
-        run.hears("a", Propose(FIRST, of))
+        run(averaged(FIRST, of))
+        run.hears("a", propose(FIRST, of))
         assert run(Held(FIRST, of.sha256)) == [Send("a", ready(FIRST, of))]
 
 
@@ -509,10 +519,10 @@ def test_the_ready_record_of_the_highest_attempt_is_finished_unchanged() -> None
     run.hears("a", join(seventh))
     run.hears("b", join(seventh, Attempt(5, "c", "1"), newer))
     assert run.hears("c", join(seventh, Attempt(4, "z", "1"), older)) == [
-        Send(name, Propose(seventh, newer)) for name in "abc"
+        Send(name, propose(seventh, newer)) for name in "abc"
     ]
     # Averaged meanwhile or not: there is nothing else to propose.
-    assert run(Averaged(seventh, older)) == []
+    assert run(averaged(seventh, older)) == []
 
 
 def test_only_a_voters_ready_record_must_be_finished() -> None:
@@ -534,8 +544,8 @@ def unheld_by_leader(of: Record) -> Run:
     run(Prepared(FIRST, join(FIRST)))
     for name in "ab":
         run.hears(name, join(FIRST))
-    assert Send("a", Propose(FIRST, of)) in run.hears("c", join(FIRST, Attempt(0, "c", "1"), of))
-    assert run.hears("a", Propose(FIRST, of)) == [Fetch(FIRST, of)]
+    assert Send("a", propose(FIRST, of)) in run.hears("c", join(FIRST, Attempt(0, "c", "1"), of))
+    assert run.hears("a", propose(FIRST, of)) == [Fetch(FIRST, of)]
     assert Send("a", Withdraw("0-x", 5, FIRST, "nowhere")) in run(MemberFailed(FIRST, "nowhere"))
     run.hears("a", Withdraw("0-x", 5, FIRST, "nowhere"))
     ended = run.hears("b", Withdraw("0-x", 5, FIRST, "nowhere"))
@@ -561,13 +571,13 @@ def test_without_a_quorum_of_the_others_a_record_that_was_not_had_is_proposed_ag
     run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0))
     run.hears("a", join(again))
     run.hears("c", join(again, Attempt(0, "c", "1"), record("lie")))
-    assert Send("c", Propose(again, record("lie"))) in run(Lost("b"))
+    assert Send("c", propose(again, record("lie"))) in run(Lost("b"))
     # Nor is one left out where b reports it as well: then it may have been committed.
     run, again = unheld_by_leader(record("lie")), Attempt(2, "a", "1")
     run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0))
     run.hears("a", join(again))
     run.hears("b", join(again, Attempt(0, "c", "1"), record("lie")))
-    assert Send("b", Propose(again, record("lie"))) in run.hears("c", join(again, Attempt(0, "c", "1"), record("lie")))
+    assert Send("b", propose(again, record("lie"))) in run.hears("c", join(again, Attempt(0, "c", "1"), record("lie")))
 
 
 def test_records_that_were_not_had_take_a_bounded_room() -> None:
@@ -576,7 +586,7 @@ def test_records_that_were_not_had_take_a_bounded_room() -> None:
         attempt = Attempt(counter, "a", "1")
         run.hears("a", call(attempt))
         run(Prepared(attempt, join(attempt)))
-        run.hears("a", Propose(attempt, record(str(counter))))
+        run.hears("a", propose(attempt, record(str(counter))))
         run(MemberFailed(attempt, "nowhere"))
         assert record(str(counter)).sha256 in run.state.unheld
         assert len(run.state.unheld) <= MAX_UNHELD
@@ -622,7 +632,7 @@ def test_an_attempt_that_takes_too_long_is_aborted() -> None:
 def test_averaging_that_fails_aborts_only_its_own_attempt() -> None:
     run = leading("a", "b", "c")
     assert run(LeaderFailed(SECOND, "old")) == []
-    assert run(Averaged(SECOND, record())) == []
+    assert run(averaged(SECOND, record())) == []
     *_, ended = run(LeaderFailed(FIRST, "reducer b was lost"))
     assert ended == LeaderEnded(FIRST, "reducer b was lost")
 
@@ -658,7 +668,7 @@ def test_after_the_outcome_nothing_changes() -> None:
     run.hears("a", commit(record()))
     before = run.state
     for event in (
-        Received("b", call(SECOND)), Received("a", Propose(FIRST, record("nesterov"))), Tick(), Lost("a"),
+        Received("b", call(SECOND)), Received("a", propose(FIRST, record("nesterov"))), Tick(), Lost("a"),
         Lead(("a", "b", "c"), 1.0, 0.5, 30.0), Received("b", commit(record("nesterov"))),
     ):  # fmt: skip
         assert run(event) == []

@@ -44,7 +44,7 @@ def entries_of(path: Path) -> tuple[Entry, ...]:
     views = [View(*peer, seen_of(peers), b"") for peer in peers if peer in place.voters]
     record = Record(
         "g", place.lineage, place.round + 1, state_of(path[:-1]), named, (), "sgd", 1.0, 0.0, 0, 0, (), 0.0, 0.0,
-        next_voters(head_of(path[:-1]), named, views), (),
+        next_voters(head_of(path[:-1]), named, views),
     )  # fmt: skip
     votes = tuple(Vote(*voter, b"") for voter in place.voters if voter in peers)
     return (*before, Entry(Commit(record, Attempt(1, *peers[0]), votes), None))

@@ -247,7 +247,7 @@ def test_false_norms_of_a_reducer_leave_out_fewer_than_half_and_are_one_line_in_
 def test_the_reducer_of_the_largest_span_is_avoided_however_many_spans_a_part_has(largest: int, holder: str) -> None:
     record = Record(
         "0-g", "0-g", 8, "s", (), (Part(0, 2048, "", "y"), Part(2048, 3072, "", "x")), "nesterov", 0.7, 0.9, 20, 100,
-        (), 0.0, 0.0, (), (),
+        (), 0.0, 0.0, (),
     )  # fmt: skip
     norms = [((start, start + 1024), 100.0 if i == largest else 1.0) for i, start in enumerate((0, 1024, 2048))]
 

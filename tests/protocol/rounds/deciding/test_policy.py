@@ -25,7 +25,7 @@ from p2ptrain.protocol.rounds.deciding.record import (
     check_advance,
     check_company,
     check_record,
-    record_of,
+    proposal_of,
 )
 from p2ptrain.protocol.wire.messages import (
     Arrived,
@@ -282,7 +282,7 @@ def test_a_member_is_whole_at_a_reducer_if_all_that_it_sends_there_arrived() -> 
 def test_incredible_speeds_and_counts_fit_the_wire() -> None:
     joins = {"a": join_of("a"), "b": join_of("b"), "c": join_of("c", speed=1e300, tokens=2**53, run_step=2**53)}
     contributors = [Contributor(name, f"{name}.1", 1.0, bytes(32)) for name in joins]
-    record = record_of(RunConfig(), HEAD, joins, list(joins), contributors, Conclusion((), ((1e300,) * 9,)))
+    record = proposal_of(RunConfig(), HEAD, joins, list(joins), contributors, Conclusion((), ((1e300,) * 9,))).record
     assert unpack(Record, pack(record)) == record
     assert dict(record.intervals)["c"] == 16 * RunConfig().sync_every
 
@@ -439,7 +439,8 @@ def test_a_record_passes_the_check_whatever_the_members_claim(run: RunConfig, sp
         Contributor(name, f"{name}.1", weight, bytes(32)) for name, weight in zip(joins, weights, strict=True)
     ]
     head = msgspec.structs.replace(HEAD, tokens_total=1000)
-    record = record_of(run, head, joins, list(joins), contributors, Conclusion((Part(0, 1024, "", "a"),), ((),)))
+    conclusion = Conclusion((Part(0, 1024, "", "a"),), ((),))
+    record = proposal_of(run, head, joins, list(joins), contributors, conclusion).record
     check_record(record, run, averaging_of(run), Grid(0, 1024))
     check_advance(record, run, head)
     assert 20 <= record.run_step <= (run.total_steps or 20 + MOST_INTERVALS * run.sync_every)

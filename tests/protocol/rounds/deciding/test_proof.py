@@ -45,17 +45,6 @@ def test_fewer_or_others_do_not(names: str) -> None:
         check(signed_by(names, RECORD, DIGEST))
 
 
-def test_a_commit_has_no_views() -> None:
-    """They may be many, and are not part of its name: each peer would keep others."""
-    view = prover_of("a", DIGEST).view(HEAD, b"")
-    commit = signed_by("abc", RECORD, DIGEST)
-    proposal = msgspec.structs.replace(RECORD, views=(view,))
-    assert proposal.sha256 == RECORD.sha256
-    assert proposal.decided == RECORD
-    with pytest.raises(WireError, match="a Commit with views"):
-        check(msgspec.structs.replace(commit, record=proposal))
-
-
 def test_a_repeated_vote_counts_once() -> None:
     commit = signed_by("c", RECORD, DIGEST)
     with pytest.raises(WireError, match="without a quorum"):

@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.deciding.averaging import Conclusion, averaging_of
-from p2ptrain.protocol.rounds.deciding.record import check_arrived, check_join, check_roster, name_of, record_of
+from p2ptrain.protocol.rounds.deciding.record import check_arrived, check_join, check_roster, name_of, proposal_of
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Head, Part, Record, Roster, RosterPart
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.rounds.deciding.test_policy import ATTEMPT, arrived_of, join_of
@@ -74,11 +74,11 @@ def test_the_run_ends_with_the_round_in_which_half_have_done_all_steps(
     head = Head("0-g", "0-g", 0, "s", "a", voters, 0, 0, None)
     joins = {name: join_of(name, run_step=0, at_length=name in at_end) for name in "abcd"}
     contributors = [Contributor(name, f"{name}.1", 1.0, b"") for name in joins]
-    record = record_of(run, head, joins, list(joins), contributors, Conclusion((), ((1.0,) * 16,)))
+    record = proposal_of(run, head, joins, list(joins), contributors, Conclusion((), ((1.0,) * 16,))).record
     assert record.run_step == (total_steps if ends else 0)
-    endless = record_of(
+    endless = proposal_of(
         RunConfig(total_steps=0), head, joins, list(joins), contributors, Conclusion((), ((1.0,) * 16,))
-    )
+    ).record
     assert endless.run_step == 0
 
 
@@ -99,7 +99,7 @@ def test_a_record_is_no_further_ahead_than_a_quorum_of_the_voters_accepts(voters
     head = Head("0-g", "0-g", 0, "s", "a", tuple((name, f"{name}.1") for name in voters), 3, 0, None)
     joins = {name: join_of(name, run_step=run_step) for name, run_step in (("a", 5), ("b", 300), ("c", 400))}
     contributors = [Contributor(name, f"{name}.1", 1.0, b"") for name in joins]
-    record = record_of(run, head, joins, list(joins), contributors, Conclusion((), ((1.0,) * 9,)))
+    record = proposal_of(run, head, joins, list(joins), contributors, Conclusion((), ((1.0,) * 9,))).record
     assert record.run_step == expected
 
 
@@ -151,6 +151,6 @@ def test_voters_that_joined_but_were_not_drawn_count_for_how_far_a_record_may_go
     run = RunConfig(total_steps=0, sync_every=10, max_contributors=2)
     head = Head("0-g", "0-g", 0, "s", "a", (("a", "a.1"), ("b", "b.1")), 3, 0, None)
     joins = {name: join_of(name, run_step=run_step) for name, run_step in (("a", 295), ("b", 300), ("c", 300))}
-    record = record_of(run, head, joins, ["c"], [Contributor("c", "c.1", 1.0, b"")], Conclusion((), ((1.0,),)))
+    record = proposal_of(run, head, joins, ["c"], [Contributor("c", "c.1", 1.0, b"")], Conclusion((), ((1.0,),))).record
     assert record.run_step == 300
     assert [name for name, _ in record.intervals] == ["c"]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.deciding.voters import Voter, check_voters, is_quorum, next_voters, seen_of
-from p2ptrain.protocol.wire.messages import MAX_VOTERS, Contributor, Head, View
+from p2ptrain.protocol.wire.messages import MAX_VOTERS, Contributor, Head, Proposal, View
 from tests.protocol.signing import prover_of, record_after
 
 DIGEST = "d" * 64
@@ -165,7 +165,7 @@ def test_a_record_has_the_voters_that_follow_from_its_views() -> None:
     before, plain = head("abc"), record_after("0-g", "0-x", 5, "abcd")
     for views, voters in (("ab", "abcd"), ("a", "abc"), ("", "abc")):
         shown = tuple(view(owner, "abcd") for owner in views)
-        check_voters(replace(plain, views=shown, voters=tuple(map(voter, voters))), before)
+        check_voters(Proposal(replace(plain, voters=tuple(map(voter, voters))), shown), before)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_record_has_the_voters_that_follow_from_its_views() -> None:
 )
 def test_a_record_with_other_voters_or_views_is_refused(views: list[tuple[str, str]], voters: str, error: str) -> None:
     shown = tuple(itertools.starmap(view, views))
-    lie = replace(record_after("0-g", "0-x", 5, "abcd"), views=shown, voters=tuple(map(voter, voters)))
+    lie = Proposal(replace(record_after("0-g", "0-x", 5, "abcd"), voters=tuple(map(voter, voters))), shown)
     with pytest.raises(WireError, match=error):
         check_voters(lie, head("abc"))
 
@@ -189,9 +189,9 @@ def test_a_record_with_other_voters_or_views_is_refused(views: list[tuple[str, s
 def test_a_view_is_signed_for_one_round_by_its_owner() -> None:
     before = head("abc")
     views = [prover_of(name, DIGEST).view(before, seen_of(map(voter, "abcd"))) for name in "ab"]
-    record = replace(record_after("0-g", "0-x", 5, "abcd"), views=tuple(views))
+    proposal = Proposal(record_after("0-g", "0-x", 5, "abcd"), tuple(views))
     judge = prover_of("c", DIGEST)
-    judge.verify_voters(record, before)
+    judge.verify_voters(proposal, before)
     for forged in (
         replace(views[0], signature=b""), replace(views[0], signature=views[1].signature),
         prover_of("a", "other").view(before, views[0].seen),
@@ -200,4 +200,4 @@ def test_a_view_is_signed_for_one_round_by_its_owner() -> None:
         replace(prover_of("x", DIGEST).view(before, views[0].seen), peer_id="a", incarnation="a.1"),
     ):  # fmt: skip
         with pytest.raises(WireError, match="has not signed"):
-            judge.verify_voters(replace(record, views=(forged, views[1])), before)
+            judge.verify_voters(replace(proposal, views=(forged, views[1])), before)

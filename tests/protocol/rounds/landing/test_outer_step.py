@@ -64,7 +64,7 @@ def stepped(
     mean = b"".join(bytes(own.chunks[start]) for start, _ in BOUNDS)
     record = Record(
         "0-g", "0-g", 1, "", (Contributor("x", "x.1", 1.0, b""),), (Part(0, BLOCKS, "mean", "x"),),
-        optimizer, 0.7, 0.9, 20, 100, (), 0.0, 0.0, (), (),
+        optimizer, 0.7, 0.9, 20, 100, (), 0.0, 0.0, (),
     )  # fmt: skip
     progress = outer_step.Progress(record)
     averaging = averaging_of(RunConfig())

@@ -26,7 +26,7 @@ NAMES = "abcx"
 def record_of(number: int, root: bytes = bytes(32)) -> Record:
     contributors = tuple(Contributor(name, f"{name}.1", 1.0, root) for name in NAMES)
     parts = tuple(Part(1024 * i, 1024 * (i + 1), "00", name) for i, name in enumerate(NAMES))
-    return Record("0-g", "0-g", number, "", contributors, parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0, (), ())
+    return Record("0-g", "0-g", number, "", contributors, parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0, ())
 
 
 def test_the_record_draws_whether_which_part_and_by_whom() -> None:

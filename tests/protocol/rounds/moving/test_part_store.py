@@ -38,7 +38,7 @@ def record_of(*blobs: bytes, contributors: tuple[str, ...] = ("x",)) -> Record:
     """A record that names these blobs. Whether its parts make a vector does not matter to the store."""
     parts = tuple(Part(0, BLOCKS, blake3(data).hexdigest(), "x") for data in blobs)
     named = tuple(Contributor(name, f"{name}.1", 1.0, b"") for name in contributors)
-    return Record("0-g", "0-g", 1, "", named, parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0, (), ())
+    return Record("0-g", "0-g", 1, "", named, parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0, ())
 
 
 class Holder:

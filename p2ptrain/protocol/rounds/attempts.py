@@ -297,7 +297,7 @@ class Attempts:
         ours = state.proposer.attempt if state.proposer is not None and sender in called else None
         joined = state.member.attempt if state.member is not None else None
 
-        def check_proposal(proposal: m.Proposal) -> None:
+        def check(proposal: m.Proposal) -> None:
             if (proposal.record.lineage, proposal.record.round) == here:
                 check_size(proposal.record)
                 prover.verify_voters(proposal, head)
@@ -309,9 +309,9 @@ class Attempts:
                         raise WireError("a Join with the view of another peer")
                     prover.verify_view(view, head)
                 if ready is not None:
-                    check_proposal(ready)
+                    check(ready)
             case m.Propose(proposal=proposal) if message.attempt == joined:
-                check_proposal(proposal)
+                check(proposal)
             case m.Ready() if message.attempt == ours:
                 prover.verify_ready(sender, message)
             case m.Commit(record) if (record.lineage, record.round) == here and state.learned is None:

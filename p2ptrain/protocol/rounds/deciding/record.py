@@ -120,7 +120,7 @@ def proposal_of(
     contributors: Sequence[Contributor],
     conclusion: Conclusion,
 ) -> Proposal:
-    """The decision of a round: the mean, the outer step, each member's next interval, and the next voters.
+    """What to propose: the mean, the outer step, each member's next interval, the next voters, and why these.
 
     Args:
         joins: of all peers that joined the attempt.

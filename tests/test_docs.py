@@ -27,6 +27,7 @@ from markdown_it.token import Token
 
 from p2ptrain.cli.main import cli
 from p2ptrain.cli.options import SettingsCommand
+from p2ptrain.protocol.wire.frames import WIRE_VERSION
 from p2ptrain.settings.reference import reference
 from p2ptrain.settings.table import SETTINGS
 from p2ptrain.settings.ticket import parse_ticket, ticket_text
@@ -353,6 +354,7 @@ def test_the_tables_of_messages_are_current() -> None:
     made = runpy.run_path(str(ROOT / "docs/message_tables.py"))
     page = (ROOT / "docs/understand/protocol.md").read_text(encoding="utf-8")
     assert page == made["page"](), "make docs writes them anew"
+    assert f"| 0 | version: {WIRE_VERSION} |" in page
     assert "| 1 | Hello | run_id, digest, incarnation, role, maddrs, bulk |" in page
     assert page.count("\n| 29 | PairWeights | ") == 1
 

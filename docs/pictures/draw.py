@@ -340,7 +340,7 @@ def ways() -> str:
     ]
     round_ = [
         (0, 2, "RoundDue: H steps are done", "exchange/position.py"),
-        (2, 4, "Due; consensus: Call", "turns.py, consensus.py"),
+        (2, 4, "Due; consensus: Call", "schedule.py, consensus.py"),
         (2, 0, "want_snapshot", "snapshot.py: SnapshotTaker"),
         (0, 2, "SnapshotTaken: weights, copied in step()", "exchange/snapshots.py"),
         (2, 4, "consensus: Join", "member.py: Participation"),

@@ -17,7 +17,7 @@ One round, and where to read it. A leader is a member too.
 | step | of whom | where |
 |---|---|---|
 | due (half of the voters): an interval has passed | each peer | `exchange/position.py`, `schedule.Schedule.due` |
-| Call | the leader | `turns.leader_of`, `consensus` |
+| Call | the leader | `leading.leader_of`, `consensus` |
 | snapshot, Join | each member | `member.Participation`, `snapshot.SnapshotTaker` |
 | Roster: who sends which chunks to whom | the leader | `leader.AveragingLeader`, `policy`, `averaging` |
 | chunks to the reducers | each member | `member.Sender`, `snapshot.OwnContribution` |

@@ -26,13 +26,14 @@ from p2ptrain.protocol.rounds.landing.commit import Committer
 from p2ptrain.protocol.rounds.moving.leader import AveragingLeader
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.rounds.moving.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.rotation import LeaderRotation
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# Attempts at one round before it is skipped (guess).
+# After so many failed attempts a round is skipped (guess).
 MAX_ATTEMPTS = 3
 
 
@@ -53,6 +54,7 @@ class Attempts:
         head: m.Head,
         taker: SnapshotTaker,
         schedule: Schedule,
+        rotation: LeaderRotation,
         committer: Committer,
         events: RoundEvents,
     ) -> None:
@@ -60,6 +62,7 @@ class Attempts:
         self._context = context
         self._taker = taker
         self._schedule = schedule
+        self._rotation = rotation
         self._committer = committer
         self._events = events
         self._failed_of: Counter[PeerId] = Counter()
@@ -191,7 +194,7 @@ class Attempts:
                 if self._member is not None:
                     self._taker.sent = self._member.attempt == commit.attempt and self._member.has_sent
                 # Only the leader of the attempt that was decided gets another chance.
-                self._schedule.turns.ignored.forget(commit.attempt.leader)
+                self._rotation.forgive(commit.attempt.leader)
                 self._failed_of.pop(commit.attempt.leader, None)
                 self._end_member()
                 self._end_leader()
@@ -236,22 +239,21 @@ class Attempts:
         self._context.timeouts.note_unsent(self._member.unsent_s)
         self._end_member()
         self._context.parts.end_attempt()
+        self._rotation.note_ended(leader, self.state.head, trio.current_time())
         if not superseded:
             self.failed += 1
-            self._schedule.turns.note_failed()
             self._failed_of[leader] += 1
         if timed_out or self._failed_of[leader] >= MAX_ATTEMPTS:
-            self._schedule.turns.ignore(leader, trio.current_time())
-        if not superseded and self.failed >= MAX_ATTEMPTS and self.state.acceptor.proposal is None:
+            self._rotation.ignore(leader, trio.current_time())
+        if not superseded and self.failed % MAX_ATTEMPTS == 0 and self.state.acceptor.proposal is None:
             self._skip(effect.reason)
         self._events.changed()
 
     def _skip(self, reason: str) -> None:
-        """Skip the round: weights and progress stay, and the next one is due an interval later."""
-        self.failed = 0
+        """Skip the round: weights and progress stay, and it is due again an interval later."""
         self._taker.skip()
         self._context.exchange.postpone()
-        self._schedule.turns.skip(self.state.round)
+        self._rotation.skip(self.state.round)
         head = self.state.head
         self._context.host.round_ended(
             RoundReport(self.state.round, "skipped", head.lineage, parent_hash=head.state_hash, reason=reason)
@@ -300,7 +302,7 @@ class Attempts:
         def check(proposal: m.Proposal) -> None:
             if (proposal.record.lineage, proposal.record.round) == here:
                 check_size(proposal.record)
-                prover.verify_voters(proposal, head)
+                prover.verify_proposal(proposal, head)
 
         match message:
             case m.Join(view=view, ready=ready) if (message.lineage, message.round, message.attempt) == (*here, ours):
@@ -318,26 +320,29 @@ class Attempts:
                 prover.verify_commit(message, head.voters)
 
     def _on_call(self, sender: PeerId, call: m.Call) -> None:
-        turns, member = self._schedule.turns, self.state.member
-        now = trio.current_time()
+        head, member, rotation = self.state.head, self.state.member, self._rotation
+        if (call.lineage, call.round) != (head.lineage, self.state.round):
+            return
+        now, is_ours = trio.current_time(), sender == self._context.peer_id
         if member is not None and member.attempt.leader == sender and member.attempt < call.attempt:
             # It has not ended the attempt before: no other peer should wait for it.
-            turns.ignore(sender, now)
-            if sender != self._context.peer_id:
+            rotation.ignore(sender, now)
+            if not is_ours:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
-        is_passed_over = sender in turns.passed_over(self.state.head, now)
+        if not joins_rounds(self._context.run, self._context.exchange.run_step):
+            return
+        if sender in rotation.ignored(head, now):
+            return
         followed = member.attempt.leader if member is not None else None
-        is_ours = sender == self._context.peer_id
-        is_out_of_turn = not is_ours and turns.is_out_of_turn(sender, self.state.head, now, followed)
-        if is_passed_over or is_out_of_turn or not joins_rounds(self._context.run, self._context.exchange.run_step):
+        if not is_ours and rotation.is_out_of_turn(sender, head, self.failed, now, followed):
             return
         round_trip_s = self._context.liveness.round_trip_s()
         limits = self._context.timeouts.limits(self._schedule.window_s(), round_trip_s)
         self.state = dataclasses.replace(self.state, limits=limits)
         self._receive(sender, call)
         # A stranger's, to one peer, would make that disagree with the others on who leads next.
-        if any(sender == voter for voter, _ in self.state.head.voters):
-            turns.counter = max(turns.counter, min(call.attempt.counter, self.state.highest))
+        if sender in head.voter_ids:
+            rotation.note_called(min(call.attempt.counter, self.state.highest))
 
     def _to_member(
         self, member: Participation, sender: PeerId, message: m.Roster | m.Reduce | m.Contribution, payload: bytes

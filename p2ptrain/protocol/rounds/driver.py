@@ -29,9 +29,10 @@ from p2ptrain.protocol.rounds.deciding.proof import HeadVotes
 from p2ptrain.protocol.rounds.deciding.record import check_join
 from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff
 from p2ptrain.protocol.rounds.landing.commit import Committer
-from p2ptrain.protocol.rounds.liveness import LineageWatch
+from p2ptrain.protocol.rounds.lineage_watch import LineageWatch
 from p2ptrain.protocol.rounds.moving.audit import Audited
 from p2ptrain.protocol.rounds.moving.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.rotation import LeaderRotation
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
@@ -70,12 +71,12 @@ class RoundDriver:
         self._exchange = context.exchange
         self._taker = SnapshotTaker(context)
         self.committer = Committer(context, NO_HEAD, self._taker, self)
-        self._schedule = Schedule(context, rng)
-        self._attempts = Attempts(context, NO_HEAD, self._taker, self._schedule, self.committer, self)
+        self._rotation = LeaderRotation(context)
+        self._schedule = Schedule(context, self._rotation, rng)
+        self._attempts = Attempts(context, NO_HEAD, self._taker, self._schedule, self._rotation, self.committer, self)
         self._lineage_watch = LineageWatch(context.liveness)
         self._head_votes = HeadVotes(context.prover, context.liveness.own)
         self._landed: m.Landed | None = None
-        self._voter_ids: frozenset[PeerId] = frozenset()
         self._leaving = False
         self._is_following = False
         self._deferred: dict[tuple[PeerId, type[m.Message]], m.Message] = {}
@@ -169,10 +170,10 @@ class RoundDriver:
         self.past_heads.note(head)
         self.context.recent = self.context.recent.after(head)
         self.context.set_grid(head)
-        self._voter_ids = frozenset(peer for peer, _ in head.voters)
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)
-        self._schedule.begin(head, trio.current_time(), same_lineage=same_lineage)
+        self._rotation.begin(head, self.history.entries, same_lineage=same_lineage)
+        self._schedule.begin(trio.current_time(), same_lineage=same_lineage)
         self._lineage_watch.reset(trio.current_time())
         self.committer.begin(head)
         self._landed = self._head_votes.begin(head, votes)
@@ -258,7 +259,7 @@ class RoundDriver:
         """Take part in no round any more. One that is being applied still lands, if there is time."""
         self._leaving = True
         if not self.committer.resolving:
-            self._attempts.give_up("it leaves")
+            self._attempts.give_up("this peer leaves")
 
     async def adopt_commit(self, sender: PeerId, commit: m.Commit) -> None:
         """Apply a round that we missed, which another peer gave us. Returns once it has landed, or failed.
@@ -272,11 +273,11 @@ class RoundDriver:
 
     def is_candidate(self, peer_id: PeerId) -> bool:
         """Whether a peer is a voter of the next round, or likely drawn for it."""
-        return peer_id in self._voter_ids or self._is_drawn(peer_id, MARGIN)
+        return peer_id in self.head.voter_ids or self._is_drawn(peer_id, MARGIN)
 
     def may_be_candidate(self, peer_id: PeerId) -> bool:
         """Whether another peer may think that this one is a voter of the next round, or is drawn for it."""
-        return peer_id in self._voter_ids or self._is_drawn(peer_id, MARGIN_OF_OTHERS)
+        return peer_id in self.head.voter_ids or self._is_drawn(peer_id, MARGIN_OF_OTHERS)
 
     def _is_drawn(self, peer_id: PeerId, margin: float) -> bool:
         size, most = self.context.swarm_size(), self.context.run.max_contributors
@@ -307,7 +308,7 @@ class RoundDriver:
                 if audited is not None:
                     self.context.start_soon(self._check_accusation, sender, audited)
             case m.Due():
-                if self._schedule.turns.note_due(sender, message, self.head, trio.current_time()):
+                if self._rotation.note_due(sender, message, self.head, trio.current_time()):
                     self.changed()
             case _ if self._is_active:
                 self._attempts.receive(sender, message, payload)
@@ -410,7 +411,7 @@ class RoundDriver:
         if due is not None:
             for peer_id in (self.context.peer_id, *self.context.host.lineage_peers()):
                 self._attempts.tell(peer_id, due)
-        if not self._schedule.is_ours_to_lead(self.head, now):
+        if not self._schedule.is_ours_to_lead(self.head, self._attempts.failed, now):
             return POLL_S
         delay_s = self._schedule.delay_s(now)
         if delay_s > 0:

@@ -9,7 +9,7 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.deciding.events import Lead
 from p2ptrain.protocol.rounds.deciding.lineage import is_fresh
 from p2ptrain.protocol.rounds.deciding.policy import drawn
-from p2ptrain.protocol.rounds.turns import DUE_AGAIN_S, Turns
+from p2ptrain.protocol.rounds.rotation import DUE_AGAIN_S, LeaderRotation
 from p2ptrain.protocol.wire.messages import Due, Head
 
 # A peer that is alone delays a round by at most this for joiners that make progress. 124M parameters and a moment take
@@ -40,15 +40,11 @@ MOST_DOUBLINGS = 2
 
 
 class Schedule:
-    """Decides when we are due and how we lead; sends nothing.
+    """Decides when we are due and how we lead; sends nothing."""
 
-    Attributes:
-        turns: whose turn it is to lead.
-    """
-
-    def __init__(self, context: RoundContext, rng: random.Random) -> None:
-        self.turns = Turns(context)
+    def __init__(self, context: RoundContext, rotation: LeaderRotation, rng: random.Random) -> None:
         self._context = context
+        self._rotation = rotation
         self._rng = rng
         self._join_delays_s: deque[float] = deque(maxlen=64)
         self._due_from_s = self._at_length_from_s = 0.0
@@ -57,11 +53,10 @@ class Schedule:
         self._sent_for = ("", -2, 0)
         self._called_s = self._delayed_until_s = 0.0
 
-    def begin(self, head: Head, now: float, *, same_lineage: bool) -> None:
+    def begin(self, now: float, *, same_lineage: bool) -> None:
         """After a new head."""
         self._began_s = self._began_s if same_lineage else now
         self._head_s = now
-        self.turns.begin(head, now, same_lineage=same_lineage)
 
     def note_time(self, now: float) -> None:
         """Call it every second: notes since when we are due, and at the run's length."""
@@ -127,17 +122,19 @@ class Schedule:
         this = (head.lineage, head.round, attempts_failed)
         if not self._context.exchange.round_due or (this == self._sent_for and now - self._sent_s <= DUE_AGAIN_S):
             return None
-        self.turns.counter += this == self._sent_for
+        if this == self._sent_for:
+            self._rotation.ask_for_next()
         self._sent_s, self._sent_for = now, this
-        return Due(head.lineage, head.round + 1, self.turns.counter)
+        return Due(head.lineage, head.round + 1, self._rotation.counter)
 
-    def is_ours_to_lead(self, head: Head, now: float) -> bool:
+    def is_ours_to_lead(self, head: Head, attempts_failed: int, now: float) -> bool:
         """Whether we lead the next attempt."""
-        # With pairwise steps its only voter, who founded the run, may be far ahead of most.
-        is_patient = self._context.run.is_pairwise and now - self._due_from_s < MEMBERS_PATIENCE_S
-        if is_patient and 2 * len(self.turns.due(head)) < len(self._context.liveness.present()):
-            return False
-        return self.turns.is_ours(head, now)
+        if self._context.run.is_pairwise and now - self._due_from_s < MEMBERS_PATIENCE_S:
+            # Its only voter, who founded the run, may be far ahead of most.
+            present = {peer_id for peer_id, _ in self._context.liveness.present()}
+            if 2 * len(present & self._rotation.due_for(head)) < len(present):
+                return False
+        return self._rotation.is_ours(head, attempts_failed, now)
 
     def delay_s(self, now: float) -> float:
         """How long to wait before we lead."""
@@ -152,13 +149,13 @@ class Schedule:
         context = self._context
         present = (*context.host.lineage_peers(), context.peer_id)
         called = set(drawn(head.state_hash, present, context.run.max_contributors))
-        called |= {voter for voter, _ in head.voters}.intersection(present)
+        called |= head.voter_ids.intersection(present)
         return Lead(
             tuple(called | {context.peer_id}),
             self.window_s() * 2 ** min(attempts_failed, MOST_DOUBLINGS),
             max(JOIN_GRACE_S, 2 * context.liveness.round_trip_s()),
             context.timeouts.attempt_s(),
-            self.turns.counter,
+            self._rotation.counter,
         )
 
     def note_join(self, now: float) -> None:

@@ -44,8 +44,8 @@ MAX_BEAT_MEMBERS = 4
 # The longest status that we make has 60 characters.
 MAX_STATUS = 256
 MAX_PEER_ID = 128
-# Largest `Beat.reach`: more than `MAX_VOTERS`, as later versions may have more voters.
-MAX_REACH = 64
+# Largest `Beat.reach`: that of the voters, and 64 contributors to the last round.
+MAX_REACH = MAX_VOTERS + 64
 # No peer makes a step in less than a microsecond.
 MAX_SPEED = 1e6
 # More than any run reaches.
@@ -142,7 +142,7 @@ class Beat(_Struct, frozen=True):
     """Sent every second: a heartbeat with the sender's position, which also measures the round trip.
 
     `echo_s` is the `sent_s` of the last beat received from the other side and `held_s` how long ago that was. `reach`
-    is the number of voters of its head that the sender is linked with, including itself.
+    is with how many voters, and contributors to the last round, the sender is linked, itself included.
     """
 
     sent_s: Seconds
@@ -305,7 +305,7 @@ class Entry(_Struct, frozen=True):
     founding: Founding | None
 
 
-class Head(_Struct, frozen=True):
+class Head(_Struct, frozen=True, dict=True):
     """The last resolved round of a lineage, and what is needed to decide the next one.
 
     `commit` is that of the last committed round; None at genesis. When a lineage begins, it is still the commit of the
@@ -321,6 +321,10 @@ class Head(_Struct, frozen=True):
     run_step: Int
     tokens_total: Int
     commit: Commit | None
+
+    @cached_property
+    def voter_ids(self) -> frozenset[str]:
+        return frozenset(peer_id for peer_id, _ in self.voters)
 
     @property
     def record(self) -> Record | None:
@@ -349,13 +353,13 @@ class SavedHistory(_Struct, frozen=True):
 
 
 class Due(_OfRound, frozen=True):
-    """To all peers: the sender has made its inner steps. `counter` is that of the attempt that it expects next."""
+    """To all peers: the sender has made its inner steps. `counter` asks for an attempt: it orders who leads next."""
 
     counter: Int
 
 
 class Call(_OfAttempt, frozen=True):
-    """From a leader to every live peer: join this attempt within the window."""
+    """From a leader to voters and drawn peers: join this attempt within the window."""
 
     window_s: Float
 

@@ -13,8 +13,6 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.neighbours import PRIVATE_DIALS, PRIVATE_RETRY_S
 from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
-from p2ptrain.protocol.rounds.turns import ANY_LEADER_EVERY, leader_of
-from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of
 
@@ -138,32 +136,6 @@ def test_who_cannot_be_dialled_is_told_once_and_what_to_do(caplog: pytest.LogCap
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------
-
-HEAD = Head("0-g", "0-g", 4, "", "", (("a", "1"), ("b", "1"), ("c", "1")), 0, 0, None)
-ALL = [("a", "1"), ("b", "1"), ("c", "1"), ("d", "1")]
-
-
-def leaders(reach: dict[str, int], present: list[tuple[str, str]] = ALL) -> list[str | None]:
-    """Who leads each of 60 attempts; all voters are due."""
-    return [leader_of(HEAD, counter, "abc", present, reach) for counter in range(60)]
-
-
-def test_the_peer_that_reaches_most_voters_leads_and_if_it_fails_any_peer() -> None:
-    assert set(leaders(dict.fromkeys("abcd", 3))) == {"a", "b", "c"}
-    found = leaders({"a": 2, "b": 3, "c": 2, "d": 2})
-    for counter, who in enumerate(found):
-        assert who == "b" or counter % ANY_LEADER_EVERY == ANY_LEADER_EVERY - 1
-    assert set(found) == {"a", "b", "c"}
-
-
-def test_no_peer_leads_before_half_of_the_voters_are_due() -> None:
-    assert leader_of(HEAD, 0, "ad", ALL, dict.fromkeys("abcd", 3)) is None
-    assert leader_of(HEAD, 0, "ab", ALL, dict.fromkeys("abcd", 3)) is not None
-
-
-def test_the_others_lead_where_the_peer_that_reaches_most_voters_is_ignored() -> None:
-    found = leaders({"a": 2, "b": 3, "c": 2, "d": 2}, [voter for voter in ALL if voter[0] != "b"])
-    assert set(found) == {"a", "c"}
 
 
 def test_two_who_cannot_reach_each_other_commit_every_round_with_a_third() -> None:

@@ -671,7 +671,7 @@ def test_leaders_without_whom_no_quorum_is_left_are_not_ignored(names: str) -> N
             now = trio.current_time()
             for peer in s.peers.values():
                 for other in s.peers.keys() - {peer.peer_id}:
-                    peer.node.driver._schedule.turns.ignored.note(other, now, 3600.0)
+                    peer.node.driver._rotation._backoff.note(other, now, 3600.0)
             before = {peer.peer_id: len(peer.rounds("committed")) for peer in s.peers.values()}
             await s.until(
                 lambda: all(

@@ -297,8 +297,8 @@ def test_a_forged_commit_ends_no_peer_even_if_a_quorum_signed_it(lie: Lie) -> No
 
 def lead_always(x: Node) -> None:
     """Call an attempt at each round as soon as somebody is due, also out of turn."""
-    schedule = x.driver._schedule
-    schedule.is_ours_to_lead = lambda head, _: bool(schedule.turns._due.get(head.round + 1))  # type: ignore[method-assign]
+    schedule, rotation = x.driver._schedule, x.driver._rotation
+    schedule.is_ours_to_lead = lambda head, *_: bool(rotation.due_for(head))  # type: ignore[method-assign]
 
 
 async def next_heads(s: Swarm, driver: RoundDriver, count: int) -> AsyncIterator[Head]:

@@ -31,7 +31,7 @@ from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
 from p2ptrain.protocol.rounds.moving import collection
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
 from p2ptrain.protocol.rounds.moving.member import Sender
-from p2ptrain.protocol.rounds.turns import Turns
+from p2ptrain.protocol.rounds.rotation import LeaderRotation
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     MAX_PEER_ID,
@@ -277,7 +277,7 @@ def test_an_old_attempt_that_waits_for_a_worker_ends_only_itself() -> None:
 
 def test_a_strangers_call_to_one_peer_does_not_change_who_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a counter of its own that peer would wait for another leader than the others, until all have asked again."""
-    monkeypatch.setattr(Turns, "is_out_of_turn", lambda *_: False)  # as some seconds after they are due
+    monkeypatch.setattr(LeaderRotation, "is_out_of_turn", lambda *_: False)  # as some seconds after they are due
 
     async def main() -> None:
         async with swarm(PLAIN) as s:
@@ -288,7 +288,7 @@ def test_a_strangers_call_to_one_peer_does_not_change_who_leads(monkeypatch: pyt
                     x.links.live[name].send(x.call(900))
                     driver = s.peers[name].node.driver
                     await s.until(lambda d=driver: d.round_state.highest == 900, within_s=1)
-                    assert driver._schedule.turns.counter < 9
+                    assert driver._rotation.counter < 9
                     await s.until(lambda last=x.head.round: x.head.round > last)
 
     run_virtual(main)
@@ -393,7 +393,7 @@ def three_and_x(test: Callable[[Swarm, Member], Any], *, run: RunConfig = PLAIN)
 
 
 def test_a_leader_that_falls_silent_after_its_call_delays_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Turns, "is_out_of_turn", lambda *_: False)  # as some seconds after they are due
+    monkeypatch.setattr(LeaderRotation, "is_out_of_turn", lambda *_: False)  # as some seconds after they are due
 
     async def test(s: Swarm, x: Member) -> None:
         began, promised = trio.current_time(), x.head.round
@@ -634,11 +634,11 @@ def test_the_leader_of_the_attempt_that_was_decided_is_forgiven_and_not_that_of_
         assert commit is not None
         monkeypatch.setattr(driver.committer, "apply", lambda commit: None)
         for name in "ax":
-            driver._schedule.turns.ignored.note(name, now, 60.0)
+            driver._rotation._backoff.note(name, now, 60.0)
         attempts._take_part(x.call(99).attempt, 1.0)
         decided = msgspec.structs.replace(commit, attempt=Attempt(98, "a", s.peers["a"].node.incarnation))
         attempts._carry_out(Learned(decided), Tick())
-        assert driver._schedule.turns.ignored.backed_off(now) == ["x"]
+        assert driver._rotation._backoff.backed_off(now) == ["x"]
 
     three_and_x(test)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from p2ptrain.protocol.rounds.rotation import DUE_AGAIN_S
 from p2ptrain.protocol.rounds.schedule import (
     FOLLOWERS_PATIENCE_S,
     FOLLOWING_PATIENCE_S,
@@ -13,59 +14,61 @@ from p2ptrain.protocol.rounds.schedule import (
     MEMBERS_PATIENCE_S,
     OVERTAKEN_S,
 )
-from p2ptrain.protocol.rounds.turns import DUE_AGAIN_S
 from p2ptrain.protocol.wire.messages import Due
 from p2ptrain.settings.config import RunConfig
-from tests.protocol.rounds.room import PAIRWISE, Room, begun, head_of
+from tests.protocol.rounds.fake_peer import DUE, PAIRWISE, FakePeer, head_of
 
 # --- being due ---------------------------------------------------------------------------------------------------
 
 
 def test_a_due_is_sent_at_once_and_again_every_three_seconds_for_the_next_attempt() -> None:
-    schedule = begun(Room())
+    schedule = FakePeer().begin().schedule
     assert schedule.due(head_of(), 0, 100.0) == Due("0-l", 5, 0)
     assert schedule.due(head_of(), 0, 100.0 + DUE_AGAIN_S) is None
     assert schedule.due(head_of(), 0, 100.1 + DUE_AGAIN_S) == Due("0-l", 5, 1)
     # After a failed attempt, or in another round, at once.
     assert schedule.due(head_of(), 1, 103.5) == Due("0-l", 5, 1)
     assert schedule.due(head_of(5), 1, 103.6) == Due("0-l", 6, 1)
-    assert begun(Room(due=False)).due(head_of(), 0, 100.0) is None
+    assert FakePeer(due=False).begin().schedule.due(head_of(), 0, 100.0) is None
 
 
 # --- waiting for others ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("room", "is_landing", "wait_s"),
+    ("peer", "is_landing", "wait_s"),
     [
-        (Room(), False, 0.0),
-        (Room(), True, OVERTAKEN_S),
-        (Room(due=False), True, 0.0),
-        (Room(at_length=True), True, 0.0),
-        (Room(joiners={"x": 0}), False, 0.0),
-        (Room(joiners={"x": 1, "y": 0}), False, OVERTAKEN_S),
-        (Room(joiners={"x": 2}), False, 2 * OVERTAKEN_S),
-        (Room(joiners={"x": 3}), False, 4 * OVERTAKEN_S),
-        (Room(joiners={"x": 9}), False, 60.0),
-        (Room(joiners={"x": 0}, alone=True), False, JOINERS_PATIENCE_S),
-        (Room(joiners={"x": 1}, at_length=True), False, 0.0),
-        (Room("", run=PAIRWISE, linked="b", at_length=True), False, FOLLOWERS_PATIENCE_S),
-        (Room("", run=PAIRWISE, linked="", at_length=True), False, 0.0),
-        (Room("b", run=PAIRWISE, at_length=True), False, 0.0),
-        (Room("", linked="b", at_length=True), False, 0.0),
-        (Room("", linked="b", lineage="0-before", at_length=True), False, OVERTAKEN_S),
-        (Room("", linked="b", lineage="0-before"), False, OVERTAKEN_S),
-        (Room("", linked="b", lineage=""), False, 0.0),
+        (FakePeer(), False, 0.0),
+        (FakePeer(), True, OVERTAKEN_S),
+        (FakePeer(due=False), True, 0.0),
+        (FakePeer(at_length=True), True, 0.0),
+        (FakePeer(joiners={"x": 0}), False, 0.0),
+        (FakePeer(joiners={"x": 1, "y": 0}), False, OVERTAKEN_S),
+        (FakePeer(joiners={"x": 2}), False, 2 * OVERTAKEN_S),
+        (FakePeer(joiners={"x": 3}), False, 4 * OVERTAKEN_S),
+        (FakePeer(joiners={"x": 9}), False, 60.0),
+        (FakePeer(joiners={"x": 0}, alone=True), False, JOINERS_PATIENCE_S),
+        (FakePeer(joiners={"x": 1}, at_length=True), False, 0.0),
+        (FakePeer("", run=PAIRWISE, linked="b", at_length=True), False, FOLLOWERS_PATIENCE_S),
+        (FakePeer("", run=PAIRWISE, linked="", at_length=True), False, 0.0),
+        (FakePeer("b", run=PAIRWISE, at_length=True), False, 0.0),
+        (FakePeer("", linked="b", at_length=True), False, 0.0),
+        (FakePeer("", linked="b", lineage="0-before", at_length=True), False, OVERTAKEN_S),
+        (FakePeer("", linked="b", lineage="0-before"), False, OVERTAKEN_S),
+        (FakePeer("", linked="b", lineage=""), False, 0.0),
+        # Its only voter waits until others have landed the last round.
+        (FakePeer("", rounds={"b": 3}), False, 60.0),
+        (FakePeer("", rounds={"b": 2, "c": 4}), False, 0.0),
     ],
 )
-def test_a_round_waits_for_peers_that_it_would_overtake(room: Room, is_landing: bool, wait_s: float) -> None:
-    schedule, head = room.schedule(), head_of(voters="a" + room.peers)
+def test_a_round_waits_for_peers_that_it_would_overtake(peer: FakePeer, is_landing: bool, wait_s: float) -> None:
+    head, due = head_of(voters="a" + peer.present), peer.due
+    schedule = peer.begin(head).schedule
     # Since when we are due: only while we are not, it moves on.
-    schedule._context.exchange.round_due = False  # type: ignore[misc]
+    peer.due = False
     schedule.note_time(100.0)
-    schedule._context.exchange.round_due = room.due  # type: ignore[misc]
+    peer.due = due
     schedule.note_time(101.0)
-    schedule.begin(head, 100.0, same_lineage=False)
     for late_s, waits in ((0.0, wait_s > 0), (wait_s - 0.1, wait_s > 0), (wait_s, False)):
         assert schedule.waits(head, 100.0 + late_s, is_landing=is_landing) == waits
 
@@ -73,38 +76,37 @@ def test_a_round_waits_for_peers_that_it_would_overtake(room: Room, is_landing: 
 @pytest.mark.parametrize("due_s", [100.0, 5000.0])
 def test_only_a_first_round_is_held_back_and_not_for_ever(due_s: float) -> None:
     """From the time at which it is due: an interval may be longer than the patience."""
-    schedule, first = Room().schedule(), head_of(round_=-1)
-    schedule.begin(first, 100.0, same_lineage=False)
-    schedule._context.exchange.round_due = False  # type: ignore[misc]
+    first = head_of(round_=-1)
+    peer = FakePeer(due=False).begin(first)
+    schedule = peer.schedule
     schedule.note_time(due_s)
-    schedule._context.exchange.round_due = True  # type: ignore[misc]
+    peer.due = True
     assert schedule.may_hold_back(first, due_s + FOLLOWING_PATIENCE_S - 0.1)
     assert not schedule.may_hold_back(first, due_s + FOLLOWING_PATIENCE_S)
     assert not schedule.may_hold_back(head_of(), due_s)
-    assert not Room(run=PAIRWISE).schedule().may_hold_back(first, 0.0)
+    assert not FakePeer(run=PAIRWISE).schedule.may_hold_back(first, 0.0)
 
 
 # --- leading -----------------------------------------------------------------------------------------------------
 
 
 def test_the_last_round_of_random_pairs_waits_for_half_of_the_members() -> None:
-    room = Room("bcd", run=PAIRWISE)
-    schedule = room.schedule()
-    schedule.begin(head_of(voters="a"), 100.0, same_lineage=False)
-    schedule._context.exchange.round_due = False  # type: ignore[misc]
-    schedule.note_time(100.0)
-    schedule._context.exchange.round_due = True  # type: ignore[misc]
-    schedule.turns.note_due("a", Due("0-l", 5, 0), head_of(voters="a"), 100.0)
-    assert not schedule.is_ours_to_lead(head_of(voters="a"), 99.9 + MEMBERS_PATIENCE_S)
-    assert schedule.is_ours_to_lead(head_of(voters="a"), 100.0 + MEMBERS_PATIENCE_S)
-    schedule.turns.note_due("b", Due("0-l", 5, 0), head_of(voters="a"), 100.0)
-    assert schedule.is_ours_to_lead(head_of(voters="a"), 100.0)
+    head = head_of(voters="a")
+    peer = FakePeer("bcd", run=PAIRWISE, due=False).begin(head)
+    peer.schedule.note_time(100.0)
+    peer.due = True
+    for name in "ax":  # x is not linked
+        peer.rotation.note_due(name, DUE, head, 100.0)
+    assert not peer.schedule.is_ours_to_lead(head, 0, 99.9 + MEMBERS_PATIENCE_S)
+    assert peer.schedule.is_ours_to_lead(head, 0, 100.0 + MEMBERS_PATIENCE_S)
+    peer.rotation.note_due("b", DUE, head, 100.0)
+    assert peer.schedule.is_ours_to_lead(head, 0, 100.0)
 
 
 def test_voters_and_the_drawn_are_called_with_a_window_that_doubles_twice() -> None:
-    room = Room("bcdefgh", run=RunConfig(sync_every=100, max_contributors=2), round_trip_s=0.4)
-    schedule = begun(room)
-    schedule.turns.counter = 7
+    run = RunConfig(sync_every=100, max_contributors=2)
+    peer = FakePeer("bcdefgh", run=run, round_trip_s=0.4).begin()
+    peer.rotation.counter, schedule = 7, peer.schedule
     leads = [schedule.lead(head_of(voters="abcx"), failed, 100.0) for failed in range(5)]
     assert [lead.window_s / leads[0].window_s for lead in leads] == [1, 2, 4, 4, 4]
     assert {lead.grace_s for lead in leads} == {0.8}
@@ -112,11 +114,11 @@ def test_voters_and_the_drawn_are_called_with_a_window_that_doubles_twice() -> N
     assert {frozenset(lead.called) for lead in leads} == {frozenset(leads[0].called)}
     assert set("abc") <= set(leads[0].called) <= set("abcdefgh")
     assert len(leads[0].called) <= 5
-    assert begun(Room()).lead(head_of(), 0, 100.0).grace_s == JOIN_GRACE_S
+    assert FakePeer().begin().schedule.lead(head_of(), 0, 100.0).grace_s == JOIN_GRACE_S
 
 
 def test_after_its_attempt_a_leader_waits_a_moment_and_gives_the_next_one_more_time() -> None:
-    schedule = begun(Room())
+    schedule = FakePeer().begin().schedule
     assert schedule.delay_s(100.0) == 0.0
     schedule.lead(head_of(), 0, 100.0)
     schedule.note_led(120.0, timed_out=False)
@@ -146,7 +148,7 @@ def test_after_its_attempt_a_leader_waits_a_moment_and_gives_the_next_one_more_t
 def test_the_window_follows_the_delays_of_joins(
     step_s: float, delays_s: list[float], speeds: dict[str, float], window_s: float
 ) -> None:
-    schedule = begun(Room(step_s=step_s, speeds=speeds))
+    schedule = FakePeer(step_s=step_s, speeds=speeds).begin().schedule
     schedule.lead(head_of(), 0, 100.0)
     for delay_s in delays_s:
         schedule.note_join(100.0 + delay_s)

@@ -20,8 +20,8 @@ incarnation, so it is not a voter and its attempts are new ones. A node that has
 **What the caller must do** (`Attempts`). A round begins with a new `State`. The caller calls `step` for each event, one
 at a time, keeps the new state, and carries out the effects in order; `events` documents both. A `Send` to our own id
 comes back as `Received` from ourselves. Between steps it may set `State.limits`, which hold for the next Calls,
-and nothing else of a state. It signs each Ready that is sent, and passes on only those Ready and Commit messages whose
-signatures it has checked (`proof`).
+and nothing else of a state. It signs each Ready that is sent. It passes on only those messages of which it has checked
+what they prove (`proof`): the signatures of a Ready or Commit, and the views and voters of a Join or Propose.
 """
 
 from __future__ import annotations

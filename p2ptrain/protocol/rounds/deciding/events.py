@@ -110,7 +110,7 @@ def deadline_s(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of the consensus, of any round. The signatures of a Ready or Commit are right.
+    """A message of the consensus, of any round. Its signatures, views and voters are right.
 
     Raises WireError if it breaks a rule; the state is unchanged then.
     """

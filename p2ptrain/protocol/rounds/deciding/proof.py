@@ -93,8 +93,8 @@ class Prover:
         if not self._signer.verify(view.peer_id, view_statement(self._digest, head, view), view.signature):
             raise WireError("a view that its owner has not signed")
 
-    def verify_voters(self, proposal: Proposal, head: Head) -> None:
-        """Raises WireError unless a record that follows a head has the voters that follow from signed views."""
+    def verify_proposal(self, proposal: Proposal, head: Head) -> None:
+        """Raises WireError unless the record after a head has the voters that views show, and they are signed."""
         check_voters(proposal, head)
         for view in proposal.views:
             self.verify_view(view, head)

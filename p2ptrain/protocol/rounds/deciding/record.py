@@ -120,7 +120,7 @@ def proposal_of(
     contributors: Sequence[Contributor],
     conclusion: Conclusion,
 ) -> Proposal:
-    """What to propose: the mean, the outer step, each member's next interval, the next voters, and why these.
+    """What to propose: the mean, the outer step, each member's next interval, the next voters, and their proof.
 
     Args:
         joins: of all peers that joined the attempt.
@@ -247,7 +247,7 @@ def check_advance(record: Record, run: RunConfig, head: Head) -> None:
         raise WireError(f"a record that leads from {head.tokens_total} tokens to {record.tokens_total}")
 
 
-def check_proposal(record: Record, run: RunConfig, head: Head, own_step: int) -> None:
+def check_pace(record: Record, run: RunConfig, head: Head, own_step: int) -> None:
     """Raises RoundFailedError if a record that we have not decided yet is too far ahead of what we trained.
 
     Args:

@@ -48,7 +48,7 @@ def next_voters(head: Head, contributors: Iterable[Contributor], views: Iterable
     before the last round: so no choice of a peer id makes its owner a voter of each round.
 
     Args:
-        contributors: of the round that follows `head`; distinct, as `check_record` demands.
+        contributors: of the round that follows `head`.
         views: of voters of `head`. Those that are missing change nobody.
     """
     seen = {(view.peer_id, view.incarnation): _hashes_in(view.seen) for view in views}
@@ -76,10 +76,10 @@ def _hashes_in(seen: bytes) -> set[bytes]:
 
 
 def check_voters(proposal: Proposal, head: Head) -> None:
-    """Raises WireError unless the voters of a record that follows `head` are those that follow from its views."""
+    """Raises WireError unless the record after `head` has the voters that the views show."""
     record, views = proposal.record, proposal.views
     viewers = [(view.peer_id, view.incarnation) for view in views]
     if len(set(viewers)) < len(viewers) or not set(viewers) <= set(head.voters):
         raise WireError("a proposal whose views are not each of another voter")
     if record.voters != next_voters(head, record.contributors, views):
-        raise WireError("a record with other voters than follow from its views")
+        raise WireError("a record with other voters than the views show")

@@ -21,7 +21,7 @@ from p2ptrain.protocol.rounds.context import AttemptEvents, RoundContext
 from p2ptrain.protocol.rounds.deciding.events import Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.deciding.guard import SpanNorms
 from p2ptrain.protocol.rounds.deciding.policy import drawn, parts_of
-from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_proposal, expected, name_of
+from p2ptrain.protocol.rounds.deciding.record import check_company, check_join, check_pace, expected, name_of
 from p2ptrain.protocol.rounds.deciding.timeouts import SILENT_REDUCER_S
 from p2ptrain.protocol.rounds.deciding.voters import seen_of
 from p2ptrain.protocol.rounds.moving.collection import EarlyChunks
@@ -297,7 +297,7 @@ class Participation:
             await sender.send()
 
     async def _hold(self, record: Record) -> None:
-        check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
+        check_pace(record, self._context.run, self._head, self._context.exchange.run_step)
         # A leader without a roster proposes the record of an attempt before, which may name anybody.
         leads = self.attempt.leader == self._context.peer_id and self._has_roster
         context = self._context

@@ -17,7 +17,8 @@ from p2ptrain.protocol.rounds.deciding.lineage import (
     is_our_turn,
     new_lineage,
 )
-from p2ptrain.protocol.rounds.liveness import QUORUM_LOST_S, LineageWatch, Liveness
+from p2ptrain.protocol.rounds.lineage_watch import QUORUM_LOST_S, LineageWatch
+from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.wire.messages import MAX_COUNT, Head
 from tests.protocol.swarm import run_virtual
 
@@ -45,6 +46,16 @@ def watch(swarm: Swarm) -> LineageWatch:
     watch = LineageWatch(swarm.liveness)
     watch.reset(trio.current_time())
     return watch
+
+
+def test_peers_with_the_same_links_count_the_same_reach() -> None:
+    """c is still linked, in another lineage: nobody reaches it, whatever each says of itself."""
+    swarm = Swarm("b", "c")
+    for link in swarm.linked.values():
+        link.beat.reach = 3
+    swarm.linked["c"].beat.lineage = "0-y"
+    reaches = swarm.liveness.reaches(HEAD)
+    assert (reaches["a"], reaches["b"]) == (2, 2)
 
 
 def test_with_a_quorum_it_never_ends() -> None:

@@ -191,7 +191,7 @@ def test_a_view_is_signed_for_one_round_by_its_owner() -> None:
     views = [prover_of(name, DIGEST).view(before, seen_of(map(voter, "abcd"))) for name in "ab"]
     proposal = Proposal(record_after("0-g", "0-x", 5, "abcd"), tuple(views))
     judge = prover_of("c", DIGEST)
-    judge.verify_voters(proposal, before)
+    judge.verify_proposal(proposal, before)
     for forged in (
         replace(views[0], signature=b""), replace(views[0], signature=views[1].signature),
         prover_of("a", "other").view(before, views[0].seen),
@@ -200,4 +200,4 @@ def test_a_view_is_signed_for_one_round_by_its_owner() -> None:
         replace(prover_of("x", DIGEST).view(before, views[0].seen), peer_id="a", incarnation="a.1"),
     ):  # fmt: skip
         with pytest.raises(WireError, match="has not signed"):
-            judge.verify_voters(replace(proposal, views=(forged, views[1])), before)
+            judge.verify_proposal(replace(proposal, views=(forged, views[1])), before)

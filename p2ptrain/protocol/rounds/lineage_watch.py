@@ -1,0 +1,111 @@
+"""For how long a quorum of the voters was missing, and whether the lineage has ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from p2ptrain.protocol.rounds.deciding import lineage
+from p2ptrain.protocol.rounds.deciding.voters import is_quorum
+from p2ptrain.protocol.rounds.liveness import Liveness
+from p2ptrain.protocol.wire.messages import Head
+from p2ptrain.protocol.wire.text import shown
+from p2ptrain.protocol.wire.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# Voters that fell silent are waited for this long, or three intervals.
+QUORUM_LOST_S = 60.0
+# A user is told that there are no rounds after this: a peer that is restarted at once comes back before.
+TELL_AFTER_S = 5.0
+# Peers that a line of the log names.
+MOST_NAMED = 3
+
+
+class LineageWatch:
+    """Measures since when a quorum of the head's voters was missing, and since when its lineage has ended."""
+
+    def __init__(self, liveness: Liveness) -> None:
+        self._liveness = liveness
+        self._seen_s = 0.0
+        self._ended_from_s: float | None = None
+        self._told = False
+
+    def reset(self, now: float) -> None:
+        """Count from now: after a new head, or after this process was held up."""
+        self._seen_s, self._ended_from_s, self._told = now, None, False
+
+    def has_ended(self, head: Head) -> bool:
+        """Whether the voters of this head are gone for good."""
+        liveness = self._liveness
+        return lineage.has_ended(
+            head.voters, liveness.present(), lambda voter: liveness.is_gone_for_good(voter, head.lineage)
+        )
+
+    def why(self, head: Head, now: float) -> str:
+        """Why the head's lineage does not go on, for the log."""
+        missing = self._missing(head)
+        if self.has_ended(head):
+            return f"{missing} left, was restarted, or went on without us"
+        return f"no word from {missing} for {now - self._seen_s:.0f} s"
+
+    def tell(self, head: Head, patience_s: float, now: float) -> None:
+        """Tell the user, once, that there are no rounds because voters are away. Call it after `is_our_turn`."""
+        away_s = now - self._seen_s
+        if self._told or away_s < TELL_AFTER_S:
+            return
+        self._told = True
+        logger.info(
+            "no rounds for now: too few of the peers that decide round %d can be reached (missing: %s); training goes "
+            "on. If they do not come back within %.0f s, rounds go on without them",
+            head.round + 1,
+            self._missing(head),
+            max(0.0, max(QUORUM_LOST_S, patience_s) - away_s),
+        )
+
+    def _missing(self, head: Head) -> str:
+        present = self._liveness.present()
+        missing = [
+            shown(peer_id) if peer_id != self._liveness.own[0] else "this peer before its restart"
+            for peer_id, incarnation in head.voters
+            if (peer_id, incarnation) not in present
+        ]
+        more = f" and {len(missing) - MOST_NAMED} others" if len(missing) > MOST_NAMED else ""
+        return ", ".join(missing[:MOST_NAMED]) + more
+
+    def sees_quorum(self, head: Head, now: float) -> bool:
+        """Whether a quorum of the head's voters is here. Call it every second, also while a round lands."""
+        if is_seen := is_quorum(self._liveness.present(), head.voters):
+            self.reset(now)
+        return is_seen
+
+    def is_our_turn(
+        self,
+        head: Head,
+        patience_s: float,
+        now: float,
+        *,
+        awaits: Callable[[], bool],
+        takes_turns: Callable[[PeerId], bool],
+    ) -> bool:
+        """Whether the voters are gone, and it is our turn to begin a new lineage; call it every second.
+
+        Args:
+            awaits: as for `lineage.is_our_turn`; asked only without a quorum.
+            takes_turns: whether a peer may begin one.
+        """
+        if self.sees_quorum(head, now):
+            return False
+        if not self.has_ended(head):
+            self._ended_from_s = None
+        elif self._ended_from_s is None:
+            self._ended_from_s = now
+        me, here = self._liveness.own[0], (head.lineage, head.round)
+        at_head = [peer for peer, beat in self._liveness.beats().items() if (beat.lineage, beat.round) == here]
+        return lineage.is_our_turn(
+            ended_s=None if self._ended_from_s is None else now - self._ended_from_s,
+            lost_s=now - self._seen_s,
+            patience_s=max(QUORUM_LOST_S, patience_s),
+            lower=sum(peer < me and takes_turns(peer) for peer in at_head),
+            awaits=awaits(),
+        )

@@ -216,6 +216,9 @@ def join(
             f"initial_peers = {shortened(initial_peers)}: must be a list of addresses ([] for none), or 'lan'; put a "
             "single address in [ ]"
         )
+    for name, listed in (("host_maddrs", host_maddrs), ("announce_maddrs", announce_maddrs)):
+        if isinstance(listed, str):
+            raise ConfigError(f"{name} = {shortened(listed)}: must be a list of addresses; put a single one in [ ]")
     if not isinstance(sparta, Sparta | None):
         raise ConfigError(f"sparta = {sparta!r}: must be p2ptrain.Sparta(fragment_fraction=…), or left out")
     if not isinstance(diloco, DiLoCo | None):

@@ -27,7 +27,7 @@ def config() -> None:
 @settings_command(*join.SETTINGS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show(settings: Settings, as_json: bool) -> None:
-    """Show the settings that `p2ptrain join` would use, and the source of each.
+    """Show the settings of `p2ptrain join`, and their sources.
 
     Takes the same options as `p2ptrain join`. Values of a new run: a joiner adopts those of the run, and what follows
     from the model then follows from the run's.
@@ -63,7 +63,7 @@ def show(settings: Settings, as_json: bool) -> None:
 
 @config.command()
 def reference() -> None:
-    """Print the reference of all settings as Markdown, with the reasons for the defaults.
+    """Print the reference of all settings as Markdown.
 
     \b
         p2ptrain config reference > docs/use/configuration.md

@@ -251,10 +251,11 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
     for option, changed_run in _alternatives(run, link):
         other = estimate_run(changed_run, params, link)
         if other.round_s < NOTABLY * found.round_s:
+            fewest = fewest_steps(other.round_s, link.step_s, sections)
+            suits = is_too_frequent and fewest <= run.sync_every
+            enough = f"H = {run.sync_every} suits it" if suits else f"--sync-every {fewest} is enough"
             ways.append(
-                f"with {option} {event} takes {seconds(other.round_s)} instead of "
-                f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s, sections)} is "
-                "enough"
+                f"with {option} {event} takes {seconds(other.round_s)} instead of {seconds(found.round_s)}, so {enough}"
             )
     if is_too_frequent:
         ways += _sections_advice(run, params, link, found)

@@ -219,7 +219,7 @@ class Gossip:
         if not self._said_pace and step_s > 0 and pace.interval_s > max(step_s, MIN_PUSH_INTERVAL_S):
             self._said_pace = True
             logger.info(
-                "gossip pushes every %.2g s instead of at every step (%.2g s): more would take over %.3g cores "
+                "gossip pushes every %.2g s instead of at every step (%.2g s), so that it takes at most %.3g cores "
                 "(--gossip-budget)",
                 pace.interval_s,
                 step_s,

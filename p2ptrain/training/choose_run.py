@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -114,7 +115,10 @@ def choose_run(
         say(nobody_found(run_id, "--run-id"))
     # Until the run's last round has landed, it can be made up for. Older checkpoints do not say.
     if saved and found is None and run.is_over_at(saved.step) and saved.info.get("finished", True):
-        say(f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out")
+        say(
+            f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new "
+            f"--run-id or --out, from these weights with --init-from {shlex.quote(str(out))}"
+        )
         return None
     if config.tokenizer and config.tokenizer.startswith(TRAIN) and (found or saved):
         since = "has started" if found else "is continued"

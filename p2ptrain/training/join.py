@@ -42,7 +42,7 @@ from p2ptrain.training.known_peers import open_session, write_known_peers
 from p2ptrain.training.loop import TrainingEnd, take_part
 from p2ptrain.training.memory import check_tokens
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
-from p2ptrain.training.output_dir import claim_out
+from p2ptrain.training.output_dir import claim_out, to_continue
 from p2ptrain.training.parallel import check_fsdp
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.training.progress import TrainingProgress
@@ -208,12 +208,15 @@ def join_run(
 
         job, saved = dataclasses.replace(job, saved=None), None  # free it: gigabytes for a large model
         end = take_part(job, trainer, ranks, member, say=say, on_progress=progressed)
-        say(_end_line(end, run, peer.run_step, peer.round, out, chosen.tokenizer))
+        hint = to_continue(config.out, out, run_id)
+        say(_end_line(end, run, peer.run_step, peer.round, out, chosen.tokenizer, hint))
 
 
-def _end_line(end: TrainingEnd, run: RunConfig, step: int, rounds: int, out: Path, tokenizer: Tokenizer) -> str:
-    """The last line for the user: how training ended, and what to do next."""
-    hint, of_rounds = "run the same command again to continue", ""
+def _end_line(
+    end: TrainingEnd, run: RunConfig, step: int, rounds: int, out: Path, tokenizer: Tokenizer, hint: str
+) -> str:
+    """The last line for the user: how training ended, and what to do next (`hint`, if it has not finished)."""
+    of_rounds = ""
     if end.reason == "finished":
         hint = f"try: p2ptrain generate {shlex.quote(str(out))}"
         if tokenizer.identity == IDS:

@@ -6,6 +6,7 @@ with the process, also after a crash. The identity has its own lock, in `network
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,13 @@ def claim_out(out: str | None, run_id: str, *, joins: bool) -> Iterator[Path]:
         f"--out {first}: another p2ptrain process uses this directory; stop it, give another --out, "
         f"or join it with the command that it printed (p2ptrain join --initial-peers …)"
     )
+
+
+def to_continue(out: str | None, claimed: Path, run_id: str) -> str:
+    """What the user does to continue with the directory that `claim_out` gave for `out`."""
+    if out is not None or claimed == Path(default_dir(run_id)):
+        return "run the same command again to continue"
+    return f"run it again with --out {shlex.quote(str(claimed))} to continue"
 
 
 def has_run(out: str | None, run_id: str) -> bool:

@@ -350,6 +350,8 @@ def test_a_model_that_is_moved_after_joining_is_noticed() -> None:
         ({"process_group": 3}, "process_group = 3: must be a group of torch.distributed"),
         ({"optimizer": 3}, "optimizer = 3: must be a torch.optim.Optimizer"),
         ({"initial_peers": "/ip4/1.2.3.4"}, "initial_peers = '/ip4/1.2.3.4': must be a list"),
+        ({"host_maddrs": "/ip4/1.2.3.4/tcp/0"}, "host_maddrs = '/ip4/1.2.3.4/tcp/0': must be a list"),
+        ({"announce_maddrs": "/ip4/1.2.3.4/tcp/1"}, "announce_maddrs = '/ip4/1.2.3.4/tcp/1': must be a list"),
         ({"sparta": 0.01}, r"sparta = 0.01: must be p2ptrain.Sparta\(fragment_fraction=…\), or left out"),
         ({"sparta": {"codec": "int8"}}, r"sparta = {'codec': 'int8'}: must be p2ptrain.Sparta"),
         ({"diloco": False}, r"diloco = False: must be p2ptrain.DiLoCo\(sync_every=…\), or left out"),

@@ -219,7 +219,10 @@ def test_the_same_command_again_continues(session: type[FakeNetworkSession]) -> 
 def test_a_founder_continues_with_the_settings_of_its_checkpoint(session: type[FakeNetworkSession]) -> None:
     _join(steps="2", sync_every="7")
     lines = _join()
-    assert lines == ["run 'r' is finished: 2 steps, see p2ptrain-r; start another with a new --run-id or --out"]
+    assert lines == [
+        "run 'r' is finished: 2 steps, see p2ptrain-r; start another with a new --run-id or --out, from these weights "
+        "with --init-from p2ptrain-r"
+    ]
     with pytest.raises(RunMismatchError, match=r"--sync-every: you gave 9, .* 7; .* checkpoint in p2ptrain-r"):
         _join(sync_every="9")
 
@@ -793,4 +796,4 @@ def test_the_last_line_says_if_a_run_made_fewer_rounds_than_its_h_planned(
     tmp_path: Path, reason: Any, rounds: int, sync_every: int, said: str
 ) -> None:
     run = RunConfig(run_id="r", sync_every=sync_every, total_steps=1600)
-    assert _end_line(TrainingEnd(reason), run, 1600, rounds, tmp_path, Characters()).startswith(said)
+    assert _end_line(TrainingEnd(reason), run, 1600, rounds, tmp_path, Characters(), "again").startswith(said)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.output_dir import check_writable, claim_out
+from p2ptrain.training.output_dir import check_writable, claim_out, to_continue
 from tests.fakes import full_disk
 
 
@@ -42,6 +42,13 @@ def test_a_second_joiner_takes_the_next_directory_but_a_second_founder_does_not(
             assert (second, third) == (Path("p2ptrain-run-2"), Path("p2ptrain-run-3"))
         with claim_out(None, "run", joins=True) as again:
             assert again == Path("p2ptrain-run-2")
+
+
+def test_who_was_given_another_directory_is_told_to_name_it() -> None:
+    for given, claimed in ((None, "p2ptrain-run"), ("a", "a"), ("p2ptrain-run-2", "p2ptrain-run-2")):
+        assert to_continue(given, Path(claimed), "run") == "run the same command again to continue"
+    named = "run it again with --out p2ptrain-run-2 to continue"
+    assert to_continue(None, Path("p2ptrain-run-2"), "run") == named
 
 
 def test_a_place_that_cannot_be_written_is_refused() -> None:

@@ -119,8 +119,8 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
         return warning("reachable", "from this machine only", "see addresses, above")
     return warning(
         "reachable",
-        "from this network; elsewhere only public peers can, after this peer has dialled them (NAT, and the router "
-        "maps no port)",
+        "from this network; others cannot dial this peer (NAT, and the router maps no port), but it can dial public "
+        "peers",
         _forward(config, maddrs),
     )
 

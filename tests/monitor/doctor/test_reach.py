@@ -68,7 +68,7 @@ def test_addresses_are_listed_by_kind() -> None:
 def test_reachability_from_addresses() -> None:
     config = NetworkConfig()
     behind_nat = check_reachable(config, Probe(0.1, [PRIVATE, LOOPBACK]))
-    assert behind_nat.text.startswith("from this network; elsewhere only public peers can")
+    assert behind_nat.text.startswith("from this network; others cannot dial this peer")
     assert "forward TCP port 4001 of the router" in behind_nat.remedy
     fixed = NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",))
     assert "--announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/4001" in check_reachable(fixed, Probe(0.1, [PRIVATE])).remedy

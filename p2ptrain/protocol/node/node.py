@@ -317,7 +317,7 @@ class Node:
             self.status[: messages.MAX_STATUS],
             self._exchange.speed,
             self.membership.sample(named),
-            self.driver.context.liveness.reach(head),
+            self.driver.context.liveness.reach(head, self.driver.context.recent.peer_ids),
         )
 
     def on_link(self, link: Link) -> None:

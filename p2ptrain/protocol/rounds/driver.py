@@ -28,6 +28,7 @@ from p2ptrain.protocol.rounds.deciding.policy import MARGIN, MARGIN_OF_OTHERS, m
 from p2ptrain.protocol.rounds.deciding.proof import HeadVotes
 from p2ptrain.protocol.rounds.deciding.record import check_join
 from p2ptrain.protocol.rounds.deciding.timeouts import PeerBackoff
+from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.rounds.landing.commit import Committer
 from p2ptrain.protocol.rounds.lineage_watch import LineageWatch
 from p2ptrain.protocol.rounds.moving.audit import Audited
@@ -142,6 +143,11 @@ class RoundDriver:
     def has_ended(self) -> bool:
         """Whether the voters of our head are gone for good, so that another lineage must follow."""
         return self._lineage_watch.has_ended(self.head)
+
+    @property
+    def hung(self) -> frozenset[Voter]:
+        """The voters that are linked, but do not train."""
+        return self._lineage_watch.hung
 
     def may_follow(self, link: Link) -> bool:
         """Whether a partner claims a state that we could adopt, and no such claim of it has failed lately."""
@@ -345,6 +351,7 @@ class RoundDriver:
             changed, wake_s = self._changed, POLL_S
             if self.head.lineage:
                 try:
+                    self._lineage_watch.note_steps(self.head, self._rotation.due_for(self.head), trio.current_time())
                     if self._is_active:
                         wake_s = self._act(trio.current_time())
                     else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.rounds.deciding.leading import reach_tolerance
 from p2ptrain.protocol.rounds.deciding.voters import Voter
-from p2ptrain.protocol.wire.messages import MAX_REACH, Beat, Head
+from p2ptrain.protocol.wire.messages import Beat, Head
 from p2ptrain.protocol.wire.transport import PeerId
 
 # Peers remembered that have left; bounded, as identities are free.
@@ -72,16 +74,24 @@ class Liveness:
         """The longest round trip to a linked peer of our lineage."""
         return max((link.flow.rtt_s for link in self._lineage_links().values()), default=0.0)
 
-    def reach(self, head: Head) -> int:
-        """Number of voters, and of contributors to the last round, that we are linked with, including ourselves."""
-        return min(MAX_REACH, sum(map(self.is_linked_as, _reachable(head))))
+    def reach(self, head: Head, recent: Collection[PeerId]) -> int:
+        """Number of voters, and of contributors to the last round, that we are linked with, including ourselves.
 
-    def reaches(self, head: Head) -> dict[PeerId, int]:
+        Others that contributed to one of the last rounds (`recent`) count up to `reach_tolerance`: a peer that only one
+        of several members can reach misses the rounds that others lead.
+        """
+        return _reach(head, recent, self.is_linked_as, self.is_linked)
+
+    def reaches(self, head: Head, recent: Collection[PeerId]) -> dict[PeerId, int]:
         """`reach` of ourselves and, as they report it, of the live trainers."""
+
         # Nobody reaches a process that was restarted or has left.
-        most = sum(not self.is_gone_for_good(voter, head.lineage) for voter in _reachable(head))
+        def may_be_here(voter: Voter) -> bool:
+            return not self.is_gone_for_good(voter, head.lineage)
+
+        most = _reach(head, recent, may_be_here, lambda peer_id: peer_id not in self._departed)
         others = {peer: min(beat.reach, most) for peer, beat in self.beats().items()}
-        return {self.own[0]: min(self.reach(head), most), **others}
+        return {self.own[0]: min(self.reach(head, recent), most), **others}
 
     def is_gone_for_good(self, voter: Voter, lineage: str) -> bool:
         """Whether a voter of this lineage is not waited for: it has left, was restarted, or is in another one now."""
@@ -95,6 +105,9 @@ class Liveness:
         return peer_id in self._departed or link.hello.incarnation != incarnation or elsewhere
 
 
-def _reachable(head: Head) -> set[Voter]:
-    """Whom a reach counts."""
-    return head.contributors.union(head.voters)
+def _reach(
+    head: Head, recent: Collection[PeerId], is_here: Callable[[Voter], bool], is_peer_here: Callable[[PeerId], bool]
+) -> int:
+    counted = head.contributors.union(head.voters)
+    others = filter(is_peer_here, set(recent).difference(peer_id for peer_id, _ in counted))
+    return sum(map(is_here, counted)) + sum(1 for _ in islice(others, reach_tolerance(head)))

@@ -113,7 +113,7 @@ class LeaderRotation:
             return False  # first, as the rest is slow with many links
         present = self._present(head, now)
         barred = () if self._may_anybody(head, attempts_failed, now) else self._barred
-        reaches = self._context.liveness.reaches(head)
+        reaches = self._context.liveness.reaches(head, self._context.recent.peer_ids)
         return leading.leader_of(head, self.counter, due, present, reaches, barred) == self._context.peer_id
 
     def is_out_of_turn(
@@ -136,7 +136,7 @@ class LeaderRotation:
             return True
         if self._may_anybody(head, attempts_failed, now):
             return False
-        reaches = self._context.liveness.reaches(head)
+        reaches = self._context.liveness.reaches(head, self._context.recent.peer_ids)
         return leading.is_out_of_turn(leader, head, free, reaches)
 
     def _may_anybody(self, head: Head, attempts_failed: int, now: float) -> bool:

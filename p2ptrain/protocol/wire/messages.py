@@ -44,8 +44,8 @@ MAX_BEAT_MEMBERS = 4
 # The longest status that we make has 60 characters.
 MAX_STATUS = 256
 MAX_PEER_ID = 128
-# Largest `Beat.reach`: that of the voters, and 64 contributors to the last round.
-MAX_REACH = MAX_VOTERS + 64
+# Largest `Beat.reach`: 31 voters, 64 contributors to the last round, and a third of the voters.
+MAX_REACH = 105
 # No peer makes a step in less than a microsecond.
 MAX_SPEED = 1e6
 # More than any run reaches.
@@ -142,7 +142,7 @@ class Beat(_Struct, frozen=True):
     """Sent every second: a heartbeat with the sender's position, which also measures the round trip.
 
     `echo_s` is the `sent_s` of the last beat received from the other side and `held_s` how long ago that was. `reach`
-    is with how many voters, and contributors to the last round, the sender is linked, itself included.
+    is with how many voters, and contributors to the last rounds, the sender is linked, itself included.
     """
 
     sent_s: Seconds

@@ -155,3 +155,22 @@ def test_two_who_cannot_reach_each_other_commit_every_round_with_a_third() -> No
             assert sum(e["merged"] for e in s.peers["b"].events if e["event"] == "fragments") > 0
 
     run_virtual(main)
+
+
+def test_a_peer_that_one_of_several_members_reaches_keeps_what_it_learns() -> None:
+    """The leaders of the last rounds are barred, so the one that reaches it leads every second round."""
+
+    async def main() -> None:
+        async with swarm() as s:
+            s.network.connected = lambda a, b: "e" not in (a, b) or {a, b} == {"a", "e"}  # type: ignore[method-assign]
+            for i, name in enumerate("abcde"):
+                s.start(name, founder=i == 0)
+            e = s.peers["e"]
+            await s.until(lambda: sum(r["group_size"] == 5 for r in e.rounds("committed")) > 2)
+            seen = len(e.reports)
+            await s.until(lambda: sum(r["group_size"] == 5 for r in e.rounds("committed")) > 12, within_s=120)
+            rounds = [report.round for report in e.reports[seen:] if report.round is not None]
+            assert sum(not report.late for report in rounds) >= 0.4 * len(rounds)
+            assert not any(report.tokens_discarded for report in rounds)
+
+    run_virtual(main)

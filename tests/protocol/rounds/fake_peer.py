@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from p2ptrain.protocol.rounds.deciding.policy import RecentContributors
 from p2ptrain.protocol.rounds.deciding.timeouts import Timeouts
 from p2ptrain.protocol.rounds.deciding.voters import Voter
 from p2ptrain.protocol.rounds.rotation import LeaderRotation
@@ -60,7 +62,7 @@ class FakePeer:
             def is_linked_as(self, voter: Voter) -> bool:
                 return voter in self.present()
 
-            def reaches(self, head: Head) -> dict[str, int]:
+            def reaches(self, head: Head, recent: Collection[str]) -> dict[str, int]:
                 return fake.reach or dict.fromkeys(fake.own + fake.present, 3)
 
             def beats(self) -> dict[str, Any]:
@@ -83,6 +85,7 @@ class FakePeer:
             liveness = Liveness()
             host = SimpleNamespace(lineage_peers=lambda: tuple(fake.present), joiners=lambda: fake.joiners)
             links = SimpleNamespace(trainers=lambda: fake._trainers())
+            recent = RecentContributors()
             peer_id = property(lambda _: fake.own)
 
         self.context: Any = Context()

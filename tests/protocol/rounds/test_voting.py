@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import trio
 from msgspec.structs import replace
 
 from p2ptrain.protocol.rounds.deciding.policy import RECENT_ROUNDS, drawn
 from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.deciding.voters import Voter, seen_of
+from p2ptrain.protocol.rounds.lineage_watch import HUNG_S, QUORUM_LOST_S
 from p2ptrain.protocol.rounds.moving.member import Participation
 from p2ptrain.protocol.wire.messages import MAX_SEEN, MAX_VOTERS, VOTER_HASH_BYTES, Attempt, View, pack, unpack
-from tests.protocol.swarm import RUN, common, run_virtual, start_all, swarm
+from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 
 def test_a_newcomer_votes_soon_and_one_that_has_left_votes_no_more() -> None:
@@ -81,5 +83,34 @@ def test_a_voter_that_is_linked_but_joins_no_round_votes_no_more_after_some_roun
             await s.until(lambda: "d" not in {name for name, _ in a.head.voters})
             assert a.head.round <= first + RECENT_ROUNDS + 2
             assert a.context.liveness.is_linked("d")
+
+    run_virtual(main)
+
+
+def rounds_of(s: Swarm, names: str) -> int:
+    """In how many rounds each of these took part, and nobody else."""
+    together = [r for r in s.peers[names[0]].rounds("committed") if sorted(r["contributors"]) == list(names)]
+    return min(sum(r["round"] == t["round"] for r in s.peers[n].rounds("committed") for t in together) for n in names)
+
+
+def test_rounds_go_on_without_a_voter_that_hangs_and_with_it_when_it_trains_again() -> None:
+    """c has crashed, and still votes, as three do. b is linked, but its training stands still."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 3, 3))
+            s.kill("c")
+            await trio.sleep(30.0)
+            s.peers["b"].paused = True
+            s.start("d")
+            a = s.peers["a"].node.driver
+            founded = a.head.lineage
+            began = trio.current_time()
+            await s.until(lambda: a.head.lineage != founded, within_s=HUNG_S + QUORUM_LOST_S + 30.0)
+            assert trio.current_time() > began + HUNG_S
+            await s.until(lambda: rounds_of(s, "ad") >= 3, within_s=60)
+            s.peers["b"].paused = False
+            await s.until(lambda: rounds_of(s, "abd") >= 3, within_s=60)
 
     run_virtual(main)

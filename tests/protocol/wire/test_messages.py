@@ -344,7 +344,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"lineage": "1-" + 65 * "a"}, {"lineage": "1234567890-a"}, {"lineage": "1-é"}, {"lineage": "1-\x1b"},
     {"round": -2}, {"round": 2**62 + 1}, {"round": 2**63 - 1}, {"tokens_total": -1}, {"tokens_total": 2**62 + 1},
     {"step": -1}, {"step": 2**63 - 1}, {"status": 257 * "x"}, {"speed": -1.0}, {"speed": 1.1e6}, {"speed": 1e308},
-    {"reach": -1}, {"reach": 96}, {"members": (("x", ()),) * (MAX_BEAT_MEMBERS + 1)}, {"members": ((129 * "x", ()),)},
+    {"reach": -1}, {"reach": 106}, {"members": (("x", ()),) * (MAX_BEAT_MEMBERS + 1)}, {"members": ((129 * "x", ()),)},
     {"members": (("x", ("a",) * 17),)}, {"members": (("x", (513 * "a",)),)},
 ]  # fmt: skip
 

@@ -33,7 +33,7 @@ def free_voters(head: Head, present: Collection[Voter], barred: Collection[PeerI
 
 def reach_tolerance(head: Head) -> int:
     """By how many a reach may be less than another and count as much: it is a claim, and peers restart."""
-    return (len(head.voters) - 1) // 3
+    return max(0, len(head.voters) - 1) // 3
 
 
 def is_half_due(head: Head, due: Collection[PeerId], present: Collection[Voter]) -> bool:

@@ -23,6 +23,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import RoundFailedError
@@ -274,6 +275,10 @@ class RecentContributors:
         kept = [of for of in known if record.round - RECENT_ROUNDS < of[0] < record.round]
         newest = frozenset(contributor.peer_id for contributor in record.contributors)
         return RecentContributors(head.lineage, (*kept, (record.round, newest)))
+
+    @cached_property
+    def peer_ids(self) -> frozenset[PeerId]:
+        return frozenset().union(*(contributors for _, contributors in self.rounds))
 
     def admits(self, peer_id: PeerId) -> bool:
         """Whether fragments of this peer are merged; if not, it need not push any."""

@@ -17,7 +17,7 @@ from p2ptrain.protocol.rounds.deciding.lineage import (
     is_our_turn,
     new_lineage,
 )
-from p2ptrain.protocol.rounds.lineage_watch import QUORUM_LOST_S, LineageWatch
+from p2ptrain.protocol.rounds.lineage_watch import HUNG_S, QUORUM_LOST_S, LineageWatch
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.wire.messages import MAX_COUNT, Head
 from tests.protocol.swarm import run_virtual
@@ -54,8 +54,37 @@ def test_peers_with_the_same_links_count_the_same_reach() -> None:
     for link in swarm.linked.values():
         link.beat.reach = 3
     swarm.linked["c"].beat.lineage = "0-y"
-    reaches = swarm.liveness.reaches(HEAD)
+    reaches = swarm.liveness.reaches(HEAD, ())
     assert (reaches["a"], reaches["b"]) == (2, 2)
+
+
+@pytest.mark.parametrize(("speed", "hung_s"), [(1.0, HUNG_S), (0.0, HUNG_S), (0.01, 400.0)])
+def test_a_voter_that_makes_no_step_while_we_are_due_and_it_is_not_does_not_count(speed: float, hung_s: float) -> None:
+    swarm, now = Swarm("b"), 100.0
+    beat, lineage = swarm.linked["b"].beat, LineageWatch(swarm.liveness)
+    beat.step, beat.speed = 7, speed
+
+    def is_hung(later_s: float, due: str = "a") -> bool:
+        nonlocal now
+        now += later_s
+        lineage.note_steps(HEAD, due, now)
+        assert lineage.hung in (set(), {("b", "1")})
+        assert lineage.sees_quorum(HEAD, now) == (not lineage.hung)
+        return bool(lineage.hung)
+
+    assert not is_hung(0.0)
+    assert not is_hung(hung_s - 0.1)
+    assert is_hung(0.1)
+    beat.step += 1
+    assert not is_hung(hung_s)
+    # Due, as those that wait for the run's last round; or we are not.
+    for due in ("ab", "b", ""):
+        assert is_hung(hung_s)
+        assert not is_hung(0.0, due)
+        assert not is_hung(0.0)
+    assert is_hung(hung_s)
+    lineage.reset(now)  # as we were held up ourselves
+    assert not is_hung(0.0)
 
 
 def test_with_a_quorum_it_never_ends() -> None:
@@ -191,7 +220,7 @@ def test_the_user_is_told_once_that_there_are_no_rounds_and_why(caplog: pytest.L
     run_virtual(main)
     (told,) = (record.getMessage() for record in caplog.records if "no rounds for now" in record.getMessage())
     assert told.startswith(
-        "no rounds for now: too few of the peers that decide round 4 can be reached (missing: b, c);"
+        "no rounds for now: too few of the peers that decide round 4 are here and train (missing: b, c);"
     )
     assert told.endswith("If they do not come back within 55 s, rounds go on without them")
 

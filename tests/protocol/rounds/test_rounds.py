@@ -264,8 +264,9 @@ def test_who_was_due_long_before_the_end_and_is_cut_off_there_does_not_end_alone
         async with swarm(run) as s:
             start_all(s, "abc", step_s=10.0)
             await s.until(lambda: common(s, 1, 3), within_s=800)
-            s.peers["a"].paused = s.peers["b"].paused = True
+            s.peers["a"].step_s = s.peers["b"].step_s = 100.0
             await s.until(lambda: s.peers["c"].exchange.at_length, within_s=4000)
+            assert not any(peer.rounds("committed")[1:] for peer in s.peers.values())
             s.network.partition(["c"], ["a", "b"])
             await trio.sleep(200)
             assert not s.peers["c"].exchange.finished

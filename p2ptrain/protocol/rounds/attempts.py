@@ -208,7 +208,7 @@ class Attempts:
             link.send(message)
 
     def _take_part(self, attempt: m.Attempt, window_s: float) -> None:
-        self._taker.begin()
+        self._taker.begin_attempt()
         self._end_member()
         fetcher = self._committer.fetcher
         self._member = Participation(self._context, attempt, self.state.head, self._taker, fetcher, self)

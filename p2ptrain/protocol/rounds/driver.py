@@ -145,9 +145,9 @@ class RoundDriver:
         return self._lineage_watch.has_ended(self.head)
 
     @property
-    def hung(self) -> frozenset[Voter]:
-        """The voters that are linked, but do not train."""
-        return self._lineage_watch.hung
+    def given_up(self) -> frozenset[Voter]:
+        """The linked voters that hang, once this peer has waited for them for long enough to go on without them."""
+        return self._lineage_watch.given_up(self._patience_s, trio.current_time())
 
     def may_follow(self, link: Link) -> bool:
         """Whether a partner claims a state that we could adopt, and no such claim of it has failed lately."""
@@ -371,8 +371,12 @@ class RoundDriver:
             self.committer.retry(state.learned, now)
             if self.committer.resolving:
                 return wake_s
-        elif state.member is None and state.proposer is None and not self._waits(now):
-            wake_s = self._call(now)
+        elif not self._waits(now):
+            is_free = state.member is None and state.proposer is None
+            # Also in an attempt, as one that is not due and makes no steps is taken to hang.
+            self._announce(now, again=is_free)
+            if is_free:
+                wake_s = self._lead(now)
         patience_s = self._patience_s
         ours = self._lineage_watch.is_our_turn(
             self.head,
@@ -413,11 +417,13 @@ class RoundDriver:
     def _holds_back(self, now: float) -> bool:
         return self._is_following and self._schedule.may_hold_back(self.head, now)
 
-    def _call(self, now: float) -> float:
-        due = self._schedule.due(self.head, self._attempts.failed, now)
+    def _announce(self, now: float, *, again: bool) -> None:
+        due = self._schedule.due(self.head, self._attempts.failed, now, again=again)
         if due is not None:
             for peer_id in (self.context.peer_id, *self.context.host.lineage_peers()):
                 self._attempts.tell(peer_id, due)
+
+    def _lead(self, now: float) -> float:
         if not self._schedule.is_ours_to_lead(self.head, self._attempts.failed, now):
             return POLL_S
         delay_s = self._schedule.delay_s(now)

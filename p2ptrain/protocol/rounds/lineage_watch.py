@@ -106,6 +106,10 @@ class LineageWatch:
         more = f" and {len(missing) - MOST_NAMED} others" if len(missing) > MOST_NAMED else ""
         return ", ".join(missing[:MOST_NAMED]) + more
 
+    def given_up(self, patience_s: float, now: float) -> frozenset[Voter]:
+        """The voters that hang, if a quorum has been missing for as long as it is waited for; else none."""
+        return self.hung if now - self._seen_s > max(QUORUM_LOST_S, patience_s) else frozenset()
+
     def _here(self) -> set[Voter]:
         return self._liveness.present() - self.hung
 

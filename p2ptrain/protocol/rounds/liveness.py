@@ -80,18 +80,20 @@ class Liveness:
         Others that contributed to one of the last rounds (`recent`) count up to `reach_tolerance`: a peer that only one
         of several members can reach misses the rounds that others lead.
         """
-        return _reach(head, recent, self.is_linked_as, self.is_linked)
+        counted = head.contributors.union(head.voters)
+        others = filter(self.is_linked, set(recent).difference(peer_id for peer_id, _ in counted))
+        return sum(map(self.is_linked_as, counted)) + sum(1 for _ in islice(others, reach_tolerance(head)))
 
     def reaches(self, head: Head, recent: Collection[PeerId]) -> dict[PeerId, int]:
-        """`reach` of ourselves and, as they report it, of the live trainers."""
-
-        # Nobody reaches a process that was restarted or has left.
-        def may_be_here(voter: Voter) -> bool:
-            return not self.is_gone_for_good(voter, head.lineage)
-
-        most = _reach(head, recent, may_be_here, lambda peer_id: peer_id not in self._departed)
-        others = {peer: min(beat.reach, most) for peer, beat in self.beats().items()}
-        return {self.own[0]: min(self.reach(head, recent), most), **others}
+        """`reach` of ourselves and, as they report it, of the live trainers: at most what we believe."""
+        # Nobody reaches a process that was restarted or has left. Of those whom we do not see, a leader may make up
+        # any number.
+        voters = sum(not self.is_gone_for_good(voter, head.lineage) for voter in head.voters)
+        others = {*recent, *(peer_id for peer_id, _ in head.contributors)} - head.voter_ids
+        linked = sum(map(self.is_linked, others))
+        most = voters + linked + min(reach_tolerance(head), len(others) - linked)
+        reported = {peer: min(beat.reach, most) for peer, beat in self.beats().items()}
+        return {self.own[0]: min(self.reach(head, recent), most), **reported}
 
     def is_gone_for_good(self, voter: Voter, lineage: str) -> bool:
         """Whether a voter of this lineage is not waited for: it has left, was restarted, or is in another one now."""
@@ -103,11 +105,3 @@ class Liveness:
             return peer_id in self._departed
         elsewhere = link.beat is not None and link.beat.lineage not in ("", lineage)
         return peer_id in self._departed or link.hello.incarnation != incarnation or elsewhere
-
-
-def _reach(
-    head: Head, recent: Collection[PeerId], is_here: Callable[[Voter], bool], is_peer_here: Callable[[PeerId], bool]
-) -> int:
-    counted = head.contributors.union(head.voters)
-    others = filter(is_peer_here, set(recent).difference(peer_id for peer_id, _ in counted))
-    return sum(map(is_here, counted)) + sum(1 for _ in islice(others, reach_tolerance(head)))

@@ -114,13 +114,15 @@ class Schedule:
         """Whether to keep out of a round while another start's state is downloaded: of the first, not for ever."""
         return is_fresh(head, self._context.run) and now - self._due_from_s < FOLLOWING_PATIENCE_S
 
-    def due(self, head: Head, attempts_failed: int, now: float) -> Due | None:
+    def due(self, head: Head, attempts_failed: int, now: float, *, again: bool) -> Due | None:
         """The Due to send to all peers, including ourselves; None if we are not due or have just sent it.
 
-        Sent again, it asks the next leader in the order to call.
+        Args:
+            again: whether to send it again after a while, which asks the next leader in the order to call.
         """
         this = (head.lineage, head.round, attempts_failed)
-        if not self._context.exchange.round_due or (this == self._sent_for and now - self._sent_s <= DUE_AGAIN_S):
+        has_sent = this == self._sent_for and (not again or now - self._sent_s <= DUE_AGAIN_S)
+        if not self._context.exchange.round_due or has_sent:
             return None
         if this == self._sent_for:
             self._rotation.ask_for_next()

@@ -340,7 +340,7 @@ class StateSync:
 
         None once our lineage has ended: any peer that begins the next one is followed, as we would begin one ourselves.
         """
-        present = set() if self._driver.has_ended else self._context.liveness.present() - self._driver.hung
+        present = set() if self._driver.has_ended else self._context.liveness.present() - self._driver.given_up
         return [voter for voter in self._driver.head.voters if voter in present]
 
     def _has_quorum(self) -> bool:

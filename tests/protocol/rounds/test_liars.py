@@ -16,10 +16,13 @@ from msgspec.structs import replace
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.deciding.record import part_digest
+from p2ptrain.protocol.rounds.deciding.timeouts import MIN_ATTEMPT_S
 from p2ptrain.protocol.rounds.deciding.voters import Voter, next_voters, seen_of
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.moving import leader
 from p2ptrain.protocol.wire.messages import (
+    MAX_REACH,
+    Abort,
     Attempt,
     Beat,
     Call,
@@ -322,7 +325,7 @@ def see(x: Node, *peers: Voter) -> None:
 def test_who_makes_up_contributors_makes_up_no_voters(
     honest: str, weight: float, is_voter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """x leads out of turn, reduces the only part, and names and sees contributors whose keys it has.
+    """x leads out of turn, reduces the only part, names and sees contributors whose keys it has, and claims a reach.
 
     It leads at most every second round; none if it does not vote.
     """
@@ -358,6 +361,8 @@ def test_who_makes_up_contributors_makes_up_no_voters(
             alone = [RosterPart(context.grid.first, context.grid.end, "x", ())]
             monkeypatch.setattr(context.averaging, "plan", lambda *_: alone)
             lead_always(x)
+            make = x.make_beat
+            x.make_beat = lambda *times: replace(make(*times), reach=MAX_REACH)  # type: ignore[method-assign]
             driver = s.peers["a"].node.driver
             lineage, named, led = driver.head.lineage, 0, 0
             async for head in next_heads(s, driver, 12):
@@ -368,6 +373,30 @@ def test_who_makes_up_contributors_makes_up_no_voters(
             assert named == led
             assert (2 if is_voter else 0) <= led <= (6 if is_voter else 0)
             assert driver.head.lineage == lineage
+
+    run_virtual(main)
+
+
+def test_attempts_that_their_leader_holds_make_later_ones_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x says nothing after its Roster, in each round that it leads."""
+    wait = leader.AveragingLeader._await_contributions
+
+    async def _await_contributions(self: leader.AveragingLeader) -> list[str]:
+        return await (trio.sleep_forever() if self._context.peer_id == "x" else wait(self))
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 3, 3))
+            monkeypatch.setattr(leader.AveragingLeader, "_await_contributions", _await_contributions)
+            a, x = (s.peers[name].node.driver for name in "ax")
+            lead_always(s.peers["x"].node)
+            tell = x._attempts.tell
+            x._attempts.tell = lambda to, m: None if isinstance(m, Abort) else tell(to, m)  # type: ignore[method-assign]
+            await trio.sleep(600.0)
+            before = a.head.round
+            await s.until(lambda: a.head.round > before + 20, within_s=600)
+            assert a.context.timeouts.attempt_s() == MIN_ATTEMPT_S
 
     run_virtual(main)
 

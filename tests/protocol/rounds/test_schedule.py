@@ -23,13 +23,15 @@ from tests.protocol.rounds.fake_peer import DUE, PAIRWISE, FakePeer, head_of
 
 def test_a_due_is_sent_at_once_and_again_every_three_seconds_for_the_next_attempt() -> None:
     schedule = FakePeer().begin().schedule
-    assert schedule.due(head_of(), 0, 100.0) == Due("0-l", 5, 0)
-    assert schedule.due(head_of(), 0, 100.0 + DUE_AGAIN_S) is None
-    assert schedule.due(head_of(), 0, 100.1 + DUE_AGAIN_S) == Due("0-l", 5, 1)
+    assert schedule.due(head_of(), 0, 100.0, again=True) == Due("0-l", 5, 0)
+    assert schedule.due(head_of(), 0, 100.0 + DUE_AGAIN_S, again=True) is None
+    assert schedule.due(head_of(), 0, 100.1 + DUE_AGAIN_S, again=True) == Due("0-l", 5, 1)
+    # In an attempt only once.
+    assert schedule.due(head_of(), 0, 100.2 + 2 * DUE_AGAIN_S, again=False) is None
     # After a failed attempt, or in another round, at once.
-    assert schedule.due(head_of(), 1, 103.5) == Due("0-l", 5, 1)
-    assert schedule.due(head_of(5), 1, 103.6) == Due("0-l", 6, 1)
-    assert FakePeer(due=False).begin().schedule.due(head_of(), 0, 100.0) is None
+    assert schedule.due(head_of(), 1, 103.5, again=True) == Due("0-l", 5, 1)
+    assert schedule.due(head_of(5), 1, 103.6, again=False) == Due("0-l", 6, 1)
+    assert FakePeer(due=False).begin().schedule.due(head_of(), 0, 100.0, again=True) is None
 
 
 # --- waiting for others ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from p2ptrain.protocol.rounds.deciding.record import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.deciding.voters import Voter, seen_of
 from p2ptrain.protocol.rounds.lineage_watch import HUNG_S, QUORUM_LOST_S
 from p2ptrain.protocol.rounds.moving.member import Participation
-from p2ptrain.protocol.wire.messages import MAX_SEEN, MAX_VOTERS, VOTER_HASH_BYTES, Attempt, View, pack, unpack
+from p2ptrain.protocol.wire.messages import MAX_SEEN, MAX_VOTERS, VOTER_HASH_BYTES, Attempt, Call, View, pack, unpack
 from tests.protocol.swarm import RUN, Swarm, common, run_virtual, start_all, swarm
 
 
@@ -91,6 +91,50 @@ def rounds_of(s: Swarm, names: str) -> int:
     """In how many rounds each of these took part, and nobody else."""
     together = [r for r in s.peers[names[0]].rounds("committed") if sorted(r["contributors"]) == list(names)]
     return min(sum(r["round"] == t["round"] for r in s.peers[n].rounds("committed") for t in together) for n in names)
+
+
+def test_who_founds_a_lineage_while_another_voter_hangs_for_a_while_is_not_followed() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 3, 3))
+            a, x = (s.peers[name].node.driver for name in "ax")
+            s.peers["b"].paused = s.peers["x"].paused = True
+            await s.until(lambda: ("b", "b.2") in a._lineage_watch.hung, within_s=HUNG_S + 10.0)
+            lineage = a.head.lineage
+            x.found_lineage(x.head, x.history, "a lie")
+            await trio.sleep(30.0)
+            assert a.head.lineage == lineage
+            s.peers["b"].paused = False
+            began = a.head.round
+            await s.until(lambda: a.head.round > began + 3)
+            assert a.head.lineage == lineage
+
+    run_virtual(main)
+
+
+def test_a_peer_that_becomes_due_in_an_attempt_says_so() -> None:
+    """Else its leader could make others take it for one that hangs, as it makes no steps at the end of the run."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 3, 3))
+            b = s.peers["b"].node.driver
+            round_ = b.head.round
+            await s.until(lambda: b.head.round > round_)
+            leader = next(name for name in "ac" if name not in b._rotation._barred)
+            call = Call(
+                b.head.lineage, b.head.round + 1, Attempt(99, leader, f"{leader}.{'abc'.index(leader) + 1}"), 60.0
+            )
+            s.peers[leader].node.driver._attempts.tell("b", call)
+            await s.until(lambda: b.round_state.member is not None, within_s=1)
+            assert not b._exchange.round_due
+            other = s.peers["ca"["ac".index(leader)]].node.driver
+            await s.until(lambda: "b" in other._rotation.due_for(other.head), within_s=10)
+            assert b.round_state.member is not None
+
+    run_virtual(main)
 
 
 def test_rounds_go_on_without_a_voter_that_hangs_and_with_it_when_it_trains_again() -> None:

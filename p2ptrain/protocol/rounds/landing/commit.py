@@ -172,7 +172,8 @@ class Committer:
                 landing = await self._step_with_retries(self._progress, included, missed_rounds)
                 head = head_of(commit, context.state)
                 if own is not None:
-                    context.timeouts.note_round(self._taker.spent().wall_s)
+                    # Of the last attempt: others may have been held up by their leaders.
+                    context.timeouts.note_round(trio.current_time() - self._taker.attempt_from_s)
                 self._events.advance(head)
                 self._head_set = True
                 context.start_soon(self._audit, record)

@@ -180,6 +180,7 @@ class SnapshotTaker:
         own: the contribution to the current round; None until the snapshot is taken.
         sits_out: why we do not contribute to this round; empty if we do.
         sent: whether we sent all of `own` in the attempt that was decided.
+        attempt_from_s: when the last attempt began at which we took part.
     """
 
     def __init__(self, context: RoundContext) -> None:
@@ -200,7 +201,13 @@ class SnapshotTaker:
         self._memory: _Memory | None = None
         self._asked_loss = False
         self._began_s: float | None = None
+        self.attempt_from_s = 0.0
         self._traffic_before = (0, 0)
+
+    def begin_attempt(self) -> None:
+        """An attempt begins at which we take part."""
+        self.attempt_from_s = trio.current_time()
+        self.begin()
 
     def begin(self) -> None:
         """Count the cost of the round from here, if this has not begun: from its first attempt, or its record."""

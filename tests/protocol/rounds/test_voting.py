@@ -124,10 +124,9 @@ def test_a_peer_that_becomes_due_in_an_attempt_says_so() -> None:
             round_ = b.head.round
             await s.until(lambda: b.head.round > round_)
             leader = next(name for name in "ac" if name not in b._rotation._barred)
-            call = Call(
-                b.head.lineage, b.head.round + 1, Attempt(99, leader, f"{leader}.{'abc'.index(leader) + 1}"), 60.0
-            )
-            s.peers[leader].node.driver._attempts.tell("b", call)
+            leading = s.peers[leader].node.driver
+            attempt = Attempt(99, *leading.context.liveness.own)
+            leading._attempts.tell("b", Call(b.head.lineage, b.head.round + 1, attempt, 60.0))
             await s.until(lambda: b.round_state.member is not None, within_s=1)
             assert not b._exchange.round_due
             other = s.peers["ca"["ac".index(leader)]].node.driver

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.protocol import storm as storm_module
-from tests.protocol.storm import Storm, Trouble, shortest, weather
+from tests.protocol.storm import Storm, Trouble, play, shortest, weather
 
 SEEDS = range(int(os.environ.get("STORMS", "3")))
 
@@ -35,6 +35,17 @@ def test_storm(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS[::4])
 def test_storm_of_a_run_that_gathers(seed: int) -> None:
     weather(Storm.of(seed, "gather"))
+
+
+def test_who_missed_the_last_rounds_gives_in_to_a_record_that_others_accepted() -> None:
+    """Of three voters b is frozen, and misses rounds of a and c. c leaves as a is READY with the next one.
+
+    a can take part in no other record, and b, which a quorum needs, is not in that one: no round for ever.
+    """
+    troubles = (
+        Trouble(10.6, "freeze", "b", 6.89), Trouble(14.65, "freeze", "b", 14.72), Trouble(25.78, "leave", "c", 7.32),
+    )  # fmt: skip
+    play(Storm(457, 3, 0.03, False, troubles, interval_s=0.2))
 
 
 @pytest.mark.long

@@ -66,6 +66,7 @@ class Attempts:
         self._committer = committer
         self._events = events
         self._failed_of: Counter[PeerId] = Counter()
+        self._refused_from_s: dict[str, float] = {}  # by record
         self._member: Participation | None = None
         self._leader: AveragingLeader | None = None
         self._queue: deque[ev.Event] = deque()
@@ -81,6 +82,7 @@ class Attempts:
         self.state = self._first_state(head)
         self._context.parts.accepted = None
         self.failed = 0
+        self._refused_from_s = {}
         self._taker.forget()
 
     @property
@@ -206,6 +208,13 @@ class Attempts:
             self._events.deliver(peer_id, message)
         elif (link := self._context.links.get(peer_id)) is not None:
             link.send(message)
+
+    def refused_for_s(self, sha256: str) -> float:
+        """For how long this record of the present round has been refused here; from now on, if it was not before."""
+        now = trio.current_time()
+        if len(self._refused_from_s) < ev.MAX_UNHELD:
+            self._refused_from_s.setdefault(sha256, now)
+        return now - self._refused_from_s.get(sha256, now)
 
     def _take_part(self, attempt: m.Attempt, window_s: float) -> None:
         self._taker.begin_attempt()

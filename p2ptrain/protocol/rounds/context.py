@@ -63,6 +63,10 @@ class AttemptEvents(Protocol):
         """Pass an event of our own to the consensus; nothing is raised."""
         ...
 
+    def refused_for_s(self, sha256: str) -> float:
+        """For how long this record of the present round has been refused here; from now on, if it was not before."""
+        ...
+
 
 class RoundHost(Protocol):
     """The parts of a node that its rounds call."""

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # More than an honest leader sends in one attempt: a Roster, a Reduce and a Propose.
 MAX_ORDERS = 8
+# A reported record that names too few is accepted after it was refused for so long (guess): no other one came through.
+GIVE_IN_S = 60.0
 
 Order = Roster | Reduce | Fetch
 
@@ -308,7 +310,13 @@ class Participation:
             seen = expected(record, context.liveness.present(), most, size)
             # No leader can name strangers that are linked but never take part.
             own, recent = context.liveness.own, context.recent
-            check_company(record, {voter for voter in seen if voter == own or recent.admits(voter[0])})
+            try:
+                check_company(record, {voter for voter in seen if voter == own or recent.admits(voter[0])})
+            except RoundFailedError:
+                # A peer that is READY with a reported record can take part in no other, so one of us has to give in.
+                if self._has_roster or self._events.refused_for_s(record.sha256) < GIVE_IN_S:
+                    raise
+                logger.info("round %d: its record names few of us, but no other could be decided", record.round)
         self._check_commitments(record)
         try:
             norms = await self._fetcher.fetch(record)

@@ -42,7 +42,7 @@ from p2ptrain.training.known_peers import open_session, write_known_peers
 from p2ptrain.training.loop import TrainingEnd, take_part
 from p2ptrain.training.memory import check_tokens
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
-from p2ptrain.training.output_dir import claim_out, to_continue
+from p2ptrain.training.output_dir import claim_out, is_numbered, to_continue
 from p2ptrain.training.parallel import check_fsdp
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.training.progress import TrainingProgress
@@ -131,7 +131,7 @@ def join_run(
 
             show = take_port(config.dashboard, settings.page_config(), stack)
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
-        if config.out is None and out != default_dir(run_id):
+        if is_numbered(config.out, out, run_id):
             say(f"{default_dir(run_id)} is in use; to continue this peer later, add --out {out}")
         saved = read_saved(out, settings, config)
         if config.log is not None:

@@ -49,9 +49,14 @@ def claim_out(out: str | None, run_id: str, *, joins: bool) -> Iterator[Path]:
     )
 
 
+def is_numbered(out: str | None, claimed: Path, run_id: str) -> bool:
+    """Whether `claim_out` gave another directory for `out`, as the usual one was in use."""
+    return out is None and claimed != default_dir(run_id)
+
+
 def to_continue(out: str | None, claimed: Path, run_id: str) -> str:
-    """What the user does to continue with the directory that `claim_out` gave for `out`."""
-    if out is not None or claimed == Path(default_dir(run_id)):
+    """What a user is told to do to continue in the directory that `claim_out` gave for `out`."""
+    if not is_numbered(out, claimed, run_id):
         return "run the same command again to continue"
     return f"run it again with --out {shlex.quote(str(claimed))} to continue"
 

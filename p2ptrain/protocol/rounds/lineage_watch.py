@@ -52,7 +52,7 @@ class LineageWatch:
         """Notice which voters hang. Call it every second.
 
         Args:
-            due: the peers that are due for the round after the head. Without ourselves, nobody hangs.
+            due: the peers that are due for the round after the head. If we are not among them, nobody counts as hung.
         """
         own, before, self._steps = self._liveness.own[0], self._steps, {}
         if own not in due:

@@ -86,8 +86,7 @@ class Liveness:
 
     def reaches(self, head: Head, recent: Collection[PeerId]) -> dict[PeerId, int]:
         """`reach` of ourselves and, as they report it, of the live trainers: at most what we believe."""
-        # Nobody reaches a process that was restarted or has left. Of those whom we do not see, a leader may make up
-        # any number.
+        # Nobody reaches a process that was restarted or has left. A leader may have made up those whom we do not see.
         voters = sum(not self.is_gone_for_good(voter, head.lineage) for voter in head.voters)
         others = {*recent, *(peer_id for peer_id, _ in head.contributors)} - head.voter_ids
         linked = sum(map(self.is_linked, others))

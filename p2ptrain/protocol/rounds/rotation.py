@@ -112,7 +112,8 @@ class LeaderRotation:
         if not due:
             return False  # first, as the rest is slow with many links
         present = self._present(head, now)
-        barred = () if self._may_anybody(head, attempts_failed, now) else self._barred
+        is_open = attempts_failed >= ANYBODY_AFTER_FAILED or self._is_late(head, now)
+        barred = () if is_open else self._barred
         reaches = self._context.liveness.reaches(head, self._context.recent.peer_ids)
         return leading.leader_of(head, self.counter, due, present, reaches, barred) == self._context.peer_id
 
@@ -134,16 +135,14 @@ class LeaderRotation:
         ids = {peer for peer, _ in free}
         if followed in ids and leader not in ids:
             return True
-        if self._may_anybody(head, attempts_failed, now):
+        if self._is_late(head, now):
             return False
         reaches = self._context.liveness.reaches(head, self._context.recent.peer_ids)
         return leading.is_out_of_turn(leader, head, free, reaches)
 
-    def _may_anybody(self, head: Head, attempts_failed: int, now: float) -> bool:
-        """Whether anybody may lead, as half of the voters are due for long, or those whose turn it is have failed."""
+    def _is_late(self, head: Head, now: float) -> bool:
+        """Whether anybody may lead, as half of the voters have been due for long, and nobody in turn leads."""
         self._note_half_due(head, now)
-        if attempts_failed >= ANYBODY_AFTER_FAILED:
-            return True
         return self._half_due_s is not None and now - max(self._half_due_s, self._in_turn_s) >= DUE_AGAIN_S
 
     def note_called(self, counter: int) -> None:

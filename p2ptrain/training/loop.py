@@ -29,6 +29,7 @@ from p2ptrain.signals import TOGETHER_S, stop_on_signals
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data.tokenizer import IDS
 from p2ptrain.training.generation import generate_text
+from p2ptrain.training.output_dir import to_continue
 from p2ptrain.training.parallel import whole
 from p2ptrain.training.progress import Evaluation, ProgressMeter, StepDone, TrainingProgress
 from p2ptrain.training.ranks import Ranks
@@ -165,7 +166,7 @@ def run_training(
             logger.error("no checkpoint could be made: %s", second)
         raise
     interrupted = stop() and not peer.finished
-    error = _leave(peer, save, out, interrupted=interrupted)
+    error = _leave(peer, save, out, to_continue(config.out, out, peer.run.run_id), interrupted=interrupted)
     if error:
         raise trainer.ranks.once(TransientError(error))
     return TrainingEnd("interrupted" if interrupted else "finished", eval_loss)
@@ -214,8 +215,8 @@ def _train(
     return last.loss if last and is_merged else None
 
 
-def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, interrupted: bool) -> str | None:
-    """Leave the run, and write a checkpoint. Returns what went wrong, for the user; None if nothing did."""
+def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, hint: str, *, interrupted: bool) -> str | None:
+    """Leave the run, and write a checkpoint. Returns what went wrong, with the `hint`; None if nothing did."""
     if interrupted:
         logger.info(
             "stopping at step %d: writing a checkpoint; another signal after %g s ends at once, without it",
@@ -235,12 +236,12 @@ def _leave(peer: Peer | GroupPeer, save: Callable[[], bool], out: Path, *, inter
     if tried_at != (peer.run_step, peer.round):  # the last round has landed meanwhile
         is_saved = save()
     if not is_saved:
-        start = "continues from the checkpoint before" if checkpoint.checkpoints(out) else "begins anew"
+        start = "from the checkpoint before" if checkpoint.checkpoints(out) else "from step 0"
         return (
             f"{why} at step {peer.run_step}, but no checkpoint could be written to {out}, for the reason above; mend "
-            f"it, and run the same command again: it {start}, or gets the swarm's state if other peers train"
+            f"it, and {hint} {start}, or with the swarm's state if other peers train"
         )
-    return f"cut off from the run: {failure}; run the same command again to continue from {out}" if failure else None
+    return f"cut off from the run: {failure}; {hint}" if failure else None
 
 
 def _steps_to_the_end(

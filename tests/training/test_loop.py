@@ -271,7 +271,9 @@ def test_a_full_disk_does_not_stop_training_but_is_no_success(
     monkeypatch.setattr(checkpoint, "save_file", full)
     peer, trainer = _pair(total_steps=20)
     with caplog.at_level(logging.WARNING):
-        with pytest.raises(TransientError, match=r"finished at step 20, but no checkpoint could be .* begins anew, or"):
+        with pytest.raises(
+            TransientError, match=r"finished at step 20, but no checkpoint could be .* to continue from step 0, or"
+        ):
             _run(peer, trainer, tmp_path, config=PeerConfig(checkpoint_minutes=0.25))
     assert (peer.left, peer.run_step) == ("finished", 20)
     assert len(caplog.messages) > 1
@@ -279,7 +281,7 @@ def test_a_full_disk_does_not_stop_training_but_is_no_success(
     assert during.count("training goes on without this checkpoint") == len(during) / 2
     assert all("No space left on device" in message for message in [*during[::2], last])
     (tmp_path / "checkpoint-4").mkdir()
-    with pytest.raises(TransientError, match="continues from the checkpoint before, or gets the swarm's state"):
+    with pytest.raises(TransientError, match="to continue from the checkpoint before, or with the swarm's state"):
         _run(*_pair(), tmp_path)
 
 
@@ -390,7 +392,7 @@ def test_a_peer_that_is_cut_off_saves_and_says_so(tmp_path: Path) -> None:
             return OSError("the daemon has died") if self.run_step >= 5 else None
 
     peer = CutOff(trainer.run)
-    with pytest.raises(TransientError, match="the daemon has died; run the same command again to continue"):
+    with pytest.raises(TransientError, match=f"the daemon has died; run it again with --out {tmp_path} to continue"):
         _run(peer, trainer, tmp_path)
     assert peer.left == "failed"
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-5"]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 
 class Mark(enum.Enum):
-    """Result of a check. FAILED: a peer would not work here; WARNING: it would work with limits."""
+    """Result of a check. FAILED: a peer would not work here; WARNING: it would work with limits; SKIPPED: unknown."""
 
     OK = "✓"
     WARNING = "!"
     FAILED = "✗"
+    SKIPPED = "-"
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def check_clock(peers: Sequence[InitialPeer]) -> Finding:
     """Compare our clock with the peers that answered; hivemind's DHT refuses records of a peer whose clock is off."""
     skews = {peer.peer_id: peer.clock_ahead_s for peer in peers if peer.clock_ahead_s is not None}
     if not skews:
-        return ok("clock", f"not checked: no initial peer {'answered' if peers else 'given'}")
+        return Finding("clock", Mark.SKIPPED, f"not checked: no initial peer {'answered' if peers else 'given'}")
     peer_id, worst = max(skews.items(), key=lambda item: abs(item[1]))
     off = f"{abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} {short_id(peer_id)}"
     if abs(worst) > UNEASY_SKEW_S:

@@ -14,7 +14,7 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# Voters that fell silent are waited for this long, or three intervals.
+# The least that voters that fell silent are waited for.
 QUORUM_LOST_S = 60.0
 # A voter that makes no step for a minute, or in the time of four, while we are due and it is not, does not count: its
 # training thread hangs, or evaluates for long.
@@ -23,6 +23,11 @@ HUNG_S, HUNG_STEPS = 60.0, 4
 TELL_AFTER_S = 5.0
 # Peers that a line of the log names.
 MOST_NAMED = 3
+
+
+def _waits_s(patience_s: float) -> float:
+    """How long voters that fell silent are waited for."""
+    return max(QUORUM_LOST_S, patience_s)
 
 
 class LineageWatch:
@@ -93,7 +98,7 @@ class LineageWatch:
             "goes on. If they do not come back within %.0f s, rounds go on without them",
             head.round + 1,
             self._missing(head),
-            max(0.0, max(QUORUM_LOST_S, patience_s) - away_s),
+            max(0.0, _waits_s(patience_s) - away_s),
         )
 
     def _missing(self, head: Head) -> str:
@@ -108,7 +113,7 @@ class LineageWatch:
 
     def given_up(self, patience_s: float, now: float) -> frozenset[Voter]:
         """The voters that hang, if a quorum has been missing for as long as it is waited for; else none."""
-        return self.hung if now - self._seen_s > max(QUORUM_LOST_S, patience_s) else frozenset()
+        return self.hung if now - self._seen_s > _waits_s(patience_s) else frozenset()
 
     def _here(self) -> set[Voter]:
         return self._liveness.present() - self.hung
@@ -147,7 +152,7 @@ class LineageWatch:
         return lineage.is_our_turn(
             ended_s=None if self._ended_from_s is None else now - self._ended_from_s,
             lost_s=now - self._seen_s,
-            patience_s=max(QUORUM_LOST_S, patience_s),
+            patience_s=_waits_s(patience_s),
             lower=sum(peer < me and takes_turns(peer) for peer in at_head),
             awaits=awaits(),
         )

@@ -310,31 +310,28 @@ def test_extreme_models(params: int) -> None:
         assert len(list(texts(RUN, params, link, found))) >= 8
 
 
-# Of two to eight peers, int8: the link, estimated and measured seconds of a round, and the factor that is allowed.
-# docs/use/choosing.md promises the factor; docs/evidence/benchmarks.md has the measured values.
+# Of two to eight peers, int8: the link, estimated seconds of a round, those measured on each machine, and the factor
+# that is allowed. docs/use/choosing.md promises the factor; docs/evidence/benchmarks.md has the measured values.
 MEASURED = [
-    ("--params 25M --peers 2 --rate 100 --rtt 4", 3.1, 2.5, 1.6),
-    ("--params 25M --peers 2 --rate 100 --rtt 100", 4.1, 2.72, 1.6),
-    ("--params 25M --peers 2 --rate 1000 --rtt 200", 4.1, 2.66, 1.6),
-    ("--params 25M --peers 4 --rate 100 --rtt 4", 4.1, 5.07, 1.6),
-    ("--params 25M --peers 4 --rate 100 --rtt 100", 5.0, 4.74, 1.6),
-    ("--params 25M --peers 4 --rate 100 --rate-up 20 --rtt 60", 17, 18.22, 1.6),
-    ("--params 25M --peers 4 --rate 20 --rtt 60", 17, 20.52, 1.6),
-    ("--params 25M --peers 4 --rate 1000 --rtt 200", 3.9, 2.46, 1.6),
-    ("--params 25M --peers 4 --rate 1000 --rtt 200", 3.9, 2.86, 1.6),  # the slowest machine
-    ("--params 25M --peers 4 --rate 1000 --rtt 200", 3.9, 2.09, 1.9),  # the fastest one
-    ("--params 25M --peers 8 --rate 100 --rtt 4", 4.6, 6.96, 1.6),
-    ("--params 25M --peers 8 --rate 100 --rtt 100", 5.4, 6.72, 1.6),
-    ("--params 25M --peers 8 --rate 1000 --rtt 200", 3.8, 5.59, 1.6),
-    ("--params 25M --peers 4 --rate 2240 --rtt 0.3", 1.1, 0.95, 2),
-    ("--params 25M --peers 4 --rate 2240 --rtt 0.3", 1.1, 1.24, 2),  # the slowest machine
-    ("--params 25M --peers 4 --rate 2240 --rtt 0.3", 1.1, 0.74, 2),  # the fastest one
+    ("--params 25M --peers 2 --rate 100 --rtt 4", 3.1, (2.5, 2.9), 1.6),
+    ("--params 25M --peers 2 --rate 100 --rtt 100", 4.1, (2.72, 2.6), 1.6),
+    ("--params 25M --peers 2 --rate 1000 --rtt 200", 4.1, (2.66, 2.6), 1.6),
+    ("--params 25M --peers 4 --rate 100 --rtt 4", 4.1, (5.07, 4.91), 1.6),
+    ("--params 25M --peers 4 --rate 100 --rtt 100", 5.0, (4.74, 4.73), 1.6),
+    ("--params 25M --peers 4 --rate 100 --rate-up 20 --rtt 60", 17, (18.22, 17.83), 1.6),
+    ("--params 25M --peers 4 --rate 20 --rtt 60", 17, (20.52, 19.14), 1.6),
+    ("--params 25M --peers 4 --rate 1000 --rtt 200", 3.9, (2.46, 2.86), 1.6),
+    ("--params 25M --peers 4 --rate 1000 --rtt 200", 3.9, (2.09,), 1.9),  # the fastest machine
+    ("--params 25M --peers 8 --rate 100 --rtt 4", 4.6, (6.96, 6.34), 1.6),
+    ("--params 25M --peers 8 --rate 100 --rtt 100", 5.4, (6.72, 6.99), 1.6),
+    ("--params 25M --peers 8 --rate 1000 --rtt 200", 3.8, (5.59, 4.2), 1.6),
+    ("--params 25M --peers 4 --rate 2240 --rtt 0.3", 1.1, (0.95, 1.24, 0.74), 2),
 ]
 
 
 @pytest.mark.parametrize(("command", "estimated", "measured", "factor"), MEASURED)
 def test_measured_rounds_are_within_the_stated_factor(
-    command: str, estimated: float, measured: float, factor: float
+    command: str, estimated: float, measured: tuple[float, ...], factor: float
 ) -> None:
     given = dict(zip(command.split()[::2], map(str, command.split()[1::2]), strict=True))
     params = parse_params(given.pop("--params"), "--params")
@@ -347,5 +344,7 @@ def test_measured_rounds_are_within_the_stated_factor(
     found = estimate_run(RUN, params, link)
     digits = 1 if found.round_s < 10 else 0  # as the command shows them
     assert f"{found.round_s:.{digits}f}" == f"{estimated:.{digits}f}"
-    assert 1 / factor <= measured / found.round_s <= factor
-    assert f"{measured:g} s" in (PAGES / "evidence/benchmarks.md").read_text(encoding="utf-8")
+    page = (PAGES / "evidence/benchmarks.md").read_text(encoding="utf-8")
+    for seconds in measured:
+        assert 1 / factor <= seconds / found.round_s <= factor
+        assert f"{seconds:g} s" in page

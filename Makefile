@@ -108,7 +108,7 @@ late: $(STAMP)
 compose-test:
 	$(PYTHON) -m tests.compose
 
-# All long runs that have not passed at this commit, one after the other, and docs/evidence/runs.md: more than a day.
+# All long runs that have not passed at this commit, one after the other, and docs/evidence/runs.md: some 8 hours.
 evidence: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence $(ARGS)
 
